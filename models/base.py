@@ -1,0 +1,248 @@
+"""The narrow waist between decoders and models: layout, proposals, decode state and the adapter interface.
+
+Conventions used by every adapter and every decoder
+- *Slots* number the generated sequence 0..total-1. Most slots hold an image code; a few may be forced by the model's
+  grammar (row ends, size headers). A forced slot has a one-symbol law: decoders see it as code 0 with probability 1, the
+  adapter feeds the model the real id.
+- Codes are 0..vocab-1 whatever the model's own vocabulary looks like; the adapter maps.
+- Node 0 of a proposal is the newest committed token (its K/V is not cached yet); output ``i`` of a forward is the law
+  of the slot after node ``i``.
+- Rows of the model's batch are branch-major: all conditional rows first, then all unconditional ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the generated slots lie on the token grid.
+
+    Args:
+        grid: (frames, rows, columns) of the token grid.
+        vocab: number of image codes.
+        forced: per slot the model id that the grammar forces there, or -1 for an image slot; ``None`` means that every
+            slot is an image slot in raster order.
+    """
+
+    grid: tuple[int, int, int]
+    vocab: int
+    forced: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        images = self.total if self.forced is None else sum(f < 0 for f in self.forced)
+        if images != self.n_image:
+            raise ValueError(f"layout has {images} image slots but its grid {self.grid} has {self.n_image} cells")
+
+    @property
+    def n_image(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+    @property
+    def total(self) -> int:
+        return self.n_image if self.forced is None else len(self.forced)
+
+    @cached_property
+    def forced_ids(self) -> Tensor | None:
+        """int64 [total]: forced model id or -1; ``None`` when nothing is forced."""
+        return None if self.forced is None else torch.tensor(self.forced, dtype=torch.long)
+
+    @cached_property
+    def cell_slots(self) -> Tensor:
+        """int64 [n_image]: slot of every grid cell in raster order (t, y, x)."""
+        if self.forced is None:
+            return torch.arange(self.total)
+        return torch.tensor([i for i, f in enumerate(self.forced) if f < 0], dtype=torch.long)
+
+    @cached_property
+    def slot_cells(self) -> Tensor:
+        """int64 [total]: raster index of every slot, -1 where the slot is forced."""
+        cells = torch.full((self.total,), -1, dtype=torch.long)
+        cells[self.cell_slots] = torch.arange(self.n_image)
+        return cells
+
+    def neighbour(self, dt: int = 0, dy: int = 0, dx: int = 0) -> Tensor:
+        """int64 [total]: slot of the cell at the given offset, -1 at forced slots and outside of the grid."""
+        t, h, w = self.grid
+        cell = torch.arange(self.n_image)
+        frame, row, column = cell // (h * w) + dt, cell // w % h + dy, cell % w + dx
+        inside = (frame >= 0) & (frame < t) & (row >= 0) & (row < h) & (column >= 0) & (column < w)
+        target = ((frame * h + row) * w + column).clamp(0, self.n_image - 1)
+        result = torch.full((self.total,), -1, dtype=torch.long)
+        result[self.cell_slots] = torch.where(inside, self.cell_slots[target], -1)
+        return result
+
+    def to_grid(self, sequence: Tensor) -> Tensor:
+        """Codes [B, total] -> [B, T, H, W], forced slots dropped."""
+        return sequence[:, self.cell_slots.to(sequence.device)].unflatten(1, self.grid)
+
+
+@dataclass
+class Proposal:
+    """Tokens offered to one target forward.
+
+    Attributes:
+        tokens: int64 [B, N] codes; node 0 is the newest committed token.
+        positions: int64 [B, N] slot that each token occupies (clamped to the layout where not live).
+        live: bool [B, N]; padding nodes are False, their outputs are never used.
+        address: int64 [B, N] cache address (relative to the end of the prefix) that a node's K/V is written to, or
+            ``None`` for ``lengths + arange(N)``: chains and trees.
+        visible: bool [B, N, N], query x key among the nodes (own node included), or ``None`` for a causal chain.
+        context: bool [B, L], which cached addresses are seen, or ``None`` for all below ``lengths``.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    live: Tensor
+    address: Tensor | None = None
+    visible: Tensor | None = None
+    context: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass
+class ModelOutput:
+    """Logits of one forward, float32, in code space.
+
+    Attributes:
+        logits: [B, N, V] of the conditional branch.
+        uncond: [B, N, V] of the unconditional branch, ``None`` without guidance.
+        hidden: [B, N, D] or [2B, N, D] features of the last layer where the adapter was asked for them.
+    """
+
+    logits: Tensor
+    uncond: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+@dataclass
+class DecodeState:
+    """What an adapter keeps for a batch between forwards.
+
+    Attributes:
+        batch: number of samples B.
+        branches: 1, or 2 with guidance; the model runs ``branches * B`` rows, branch-major.
+        kv: [layers, 2, rows, kv heads, capacity, head dim], slot-addressed.
+        lengths: int64 [B] image slots whose K/V is committed.
+        prefix: number of cache slots that the prompt takes (the same for all rows).
+        prefix_mask: bool [rows, prefix], True where the prompt slot is real.
+        limit: host-side bound: no committed or proposed address reaches it in the next forward.
+        extra: whatever else an adapter needs; tensors in it carry rows first.
+    """
+
+    batch: int
+    branches: int
+    kv: Tensor
+    lengths: Tensor
+    prefix: int
+    prefix_mask: Tensor
+    limit: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the samples ``rows`` (int64 [B']), in that order."""
+        both = torch.cat([rows + i * self.batch for i in range(self.branches)])
+        self.kv = self.kv[:, :, both]
+        self.prefix_mask = self.prefix_mask[both]
+        self.lengths = self.lengths[rows]
+        self.extra = {k: v[both] if isinstance(v, Tensor) else v for k, v in self.extra.items()}
+        self.batch = rows.numel()
+
+
+@dataclass
+class Conditioning:
+    """Encoded prompts of B samples; the fields an adapter fills are its own business.
+
+    Attributes:
+        batch: number of samples.
+        data: tensors with the sample as first dimension (features, masks, ids, labels).
+        has_uncond: whether an unconditional branch can be built from it.
+    """
+
+    batch: int
+    data: dict[str, Any]
+    has_uncond: bool = True
+
+
+class ImageModel(ABC):
+    """Adapter around one target model. Everything a decoder may rely on.
+
+    Attributes:
+        layout: slots and grid of the requested size.
+        provides: facts that decoders may require: "grid", "codebook", "hidden", "tree_mask", "row_causal".
+        defaults: the family's own sampling defaults (keyword arguments of ``SamplingParams``).
+        name: shown in messages and statistics.
+    """
+
+    name: str
+    layout: Layout
+    provides: frozenset[str] = frozenset({"grid", "tree_mask"})
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    @property
+    @abstractmethod
+    def module(self) -> torch.nn.Module:
+        """The network whose forward is counted as a target step."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def codebook(self) -> Tensor | None:
+        """float [V, d] code vectors in the space the tokenizer compares them, or ``None``."""
+        return None
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[Any], negative: Sequence[Any] | None = None) -> Conditioning:
+        """Prompts (text, or class labels) to conditioning. Raises ``ValueError`` for a prompt it cannot take."""
+
+    @abstractmethod
+    def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
+        """Run the prompts. Returns the state and the logits of slot 0 as [B, 1, V].
+
+        Args:
+            guidance: build the unconditional branch as well.
+            window: largest number of nodes a proposal will have (sizes the cache).
+        """
+
+    @abstractmethod
+    def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
+        """One target forward of all nodes of all rows; writes their K/V at the proposal's addresses."""
+
+    def commit(self, state: DecodeState, keep: Tensor, path: Tensor | None = None) -> None:
+        """Keep ``keep`` [B] nodes of the last proposal.
+
+        Args:
+            path: int64 [B, P] node indices to keep in order (trees); ``None`` keeps the leading nodes (chains), whose
+                K/V already lie in place.
+        """
+        if path is not None:
+            from visacc.cache import move_slots
+
+            move_slots(state, keep, path)
+        state.lengths = state.lengths + keep
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes [B, T, H, W] -> pixels float32 in [0, 1]: [B, 3, H', W'] for images, [B, T', 3, H', W'] for video."""
+
+    def to_uint8(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1] -> uint8 the way the family's own programs do (truncation, LlamaGen section 6.3)."""
+        return (pixels * 255).clamp(0, 255).to(torch.uint8)
