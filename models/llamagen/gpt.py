@@ -1,0 +1,393 @@
+"""The LlamaGen decoder-only transformer (arXiv 2406.06525): class- or text-conditional, 2-D rotary embedding.
+
+Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features) followed by the
+image codes in raster order; image code ``t`` sits at sequence position ``prefix_len + t``. There is no start
+token: the last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
+
+Two forward passes:
+
+* :meth:`GPT.forward` -- teacher forcing over a whole image (training, scoring);
+* :meth:`GPT.forward_window` -- inference over a slot-addressed static cache with per-row positions, slots and
+  masks: plain decoding, Jacobi windows, drafted trees and position sets are all calls of this one function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass
+class GPTConfig:
+    """Hyper-parameters of a LlamaGen GPT; the defaults are those of the released models."""
+
+    dim: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None
+    vocab_size: int = 16384
+    block_size: int = 256
+    multiple_of: int = 256
+    ffn_dim_multiplier: float | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    model_type: Literal["c2i", "t2i"] = "c2i"
+    num_classes: int = 1000
+    caption_dim: int = 2048
+    cls_token_num: int = 1
+    uncond_rows: int = 120
+    class_dropout_prob: float = 0.1
+    token_dropout_p: float = 0.1
+    attn_dropout_p: float = 0.0
+    resid_dropout_p: float = 0.1
+    ffn_dropout_p: float = 0.1
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.model_type not in ("c2i", "t2i"):
+            raise ValueError(f"model_type must be 'c2i' or 't2i', got {self.model_type!r}")
+        if self.dim % self.n_head or self.head_dim % 4:
+            raise ValueError(
+                f"dim {self.dim} must divide into {self.n_head} heads whose size is a multiple of 4 (2-D rotary)"
+            )
+        if self.n_head % self.kv_heads:
+            raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
+        if self.grid**2 != self.block_size:
+            raise ValueError(f"block_size must be a square number of image tokens, got {self.block_size}")
+        if self.model_type == "t2i" and self.uncond_rows < self.cls_token_num:
+            raise ValueError(
+                f"uncond_rows {self.uncond_rows} must be at least the prefix length {self.cls_token_num}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_head
+
+    @property
+    def grid(self) -> int:
+        """Side of the square token grid."""
+        return math.isqrt(self.block_size)
+
+    @property
+    def prefix_len(self) -> int:
+        return 1 if self.model_type == "c2i" else self.cls_token_num
+
+    @property
+    def max_len(self) -> int:
+        """Sequence positions of a full image: prefix + all image tokens."""
+        return self.prefix_len + self.block_size
+
+    @property
+    def ffn_dim(self) -> int:
+        hidden = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            hidden = int(self.ffn_dim_multiplier * hidden)
+        return -(-hidden // self.multiple_of) * self.multiple_of
+
+
+def rotary_angles(config: GPTConfig) -> Tensor:
+    """Rotation angles of the image cells, float32 ``[grid*grid, head_dim/2]``: first half row, second half column."""
+    half = config.head_dim // 2
+    freqs = 1.0 / (config.rope_base ** (torch.arange(0, half, 2).float() / half))
+    line = torch.outer(torch.arange(config.grid).float(), freqs)
+    rows = line[:, None, :].expand(-1, config.grid, -1)
+    cols = line[None, :, :].expand(config.grid, -1, -1)
+    return torch.cat([rows, cols], dim=-1).reshape(config.block_size, half)
+
+
+def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """``(C, S)``, float32 ``[prefix_len + block_size, head_dim]``, so that ``rotate(x) = x*C + swap_pairs(x)*S``.
+
+    Prefix rows are zero in *both* tables (not the identity rotation): queries and keys of the prefix are the zero
+    vector in every released model, and the weights were trained that way.
+    """
+    angles = rotary_angles(config)
+    cos = angles.cos().repeat_interleave(2, dim=-1)
+    sin = torch.stack([-angles.sin(), angles.sin()], dim=-1).flatten(-2)
+    prefix = torch.zeros(config.prefix_len, config.head_dim)
+    return torch.cat([prefix, cos]), torch.cat([prefix, sin])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate interleaved pairs in float32. x ``[..., N, heads, head_dim]``, tables ``[..., N, 1, head_dim]``."""
+    x32 = x.float()
+    swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x32 * cos, swapped, sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head, self.kv_heads, self.head_dim = config.n_head, config.kv_heads, config.head_dim
+        self.gqa = self.n_head != self.kv_heads
+        self.dropout = config.attn_dropout_p
+        self.wqkv = nn.Linear(config.dim, (self.n_head + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x ``[R, N, dim]`` -> rotated q ``[R, H, N, hd]`` and k, plain v ``[R, Hkv, N, hd]``."""
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))
+        turned = rotate(qkv[..., : self.n_head + self.kv_heads, :], cos, sin).transpose(1, 2)
+        value = qkv[..., self.n_head + self.kv_heads :, :].transpose(1, 2)
+        return turned[:, : self.n_head], turned[:, self.n_head :], value
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Full-sequence attention; mask is bool ``[B, 1, L, L]`` or None for plain causal."""
+        q, k, v = self.project(x, cos, sin)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.gqa,
+        )
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+    def window(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int
+    ) -> Tensor:
+        """Attention over the cache. layer_kv ``[2, R, Hkv, S, hd]``, index ``[2, R, Hkv, N, hd]`` (slots)."""
+        q, k, v = self.project(x, cos, sin)
+        layer_kv.scatter_(3, index, torch.stack((k, v)).to(layer_kv.dtype))
+        keys, values = layer_kv[:, :, :, :limit].unbind(0)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=self.gqa)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.resid_dropout = nn.Dropout(config.resid_dropout_p)
+        self.ffn_dropout = nn.Dropout(config.ffn_dropout_p)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.resid_dropout(self.attention(self.attention_norm(x), cos, sin, mask))
+        return x + self.ffn_dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class LabelEmbedder(nn.Module):
+    """Class embedding; the last row is the null class."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        return self.embedding_table(labels).unsqueeze(-2)
+
+
+class CaptionMLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedder(nn.Module):
+    """Projects caption features; the null caption is a *fixed* random feature sequence stored in the checkpoint."""
+
+    uncond_embedding: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.cap_proj = CaptionMLP(config)
+        noise = torch.randn(config.uncond_rows, config.caption_dim) / config.caption_dim**0.5
+        self.register_buffer("uncond_embedding", noise)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.cap_proj(features)
+
+
+class WindowOutput(NamedTuple):
+    """logits float32 ``[R, N, V]`` (or ``[R, 1, V]`` / ``[R, 0, V]``); hidden: one ``[R, N, dim]`` per asked layer."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class GPT(nn.Module):
+    """LlamaGen GPT with the official tensor names (no biases; output is not tied to the embedding)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        embedder = LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder
+        self.cls_embedding = embedder(config)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_dropout = nn.Dropout(config.token_dropout_p)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Official initialisation: normal(0, initializer_range) everywhere, zero output head."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        nn.init.zeros_(self.output.weight)
+
+    def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rotary tables on ``device``. Not buffers: they stay float32 when the model is cast and out of the files."""
+        if device not in self._tables:
+            cos, sin = rotary_tables(self.config)
+            self._tables[device] = (cos.to(device), sin.to(device))
+        return self._tables[device]
+
+    # ---- conditioning -------------------------------------------------------------------------------------
+    def null_condition(self, batch: int) -> Tensor:
+        """What the unconditional branch is conditioned on: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
+        if self.config.model_type == "c2i":
+            device = self.tok_embeddings.weight.device
+            return torch.full((batch,), self.config.num_classes, dtype=torch.long, device=device)
+        null = self.cls_embedding.uncond_embedding[-self.config.prefix_len :]
+        return null.expand(batch, -1, -1)
+
+    def embed_prefix(self, cond: Tensor) -> Tensor:
+        """labels ``[B]`` or caption features ``[B, prefix_len, caption_dim]`` -> prefix vectors ``[B, prefix_len, dim]``."""
+        if self.config.model_type == "t2i":
+            expected = (self.config.prefix_len, self.config.caption_dim)
+            if cond.ndim != 3 or tuple(cond.shape[1:]) != expected:
+                raise ValueError(
+                    f"caption features must be [B, {expected[0]}, {expected[1]}], got {tuple(cond.shape)}"
+                )
+            cond = cond.to(self.cls_embedding.cap_proj.fc1.weight.dtype)
+        elif cond.ndim != 1 or cond.is_floating_point():
+            raise ValueError(f"class labels must be integers [B], got {cond.dtype} {tuple(cond.shape)}")
+        return self.cls_embedding(cond)
+
+    def drop_condition(self, cond: Tensor, drop: Tensor) -> Tensor:
+        """Replace the condition of the rows marked in bool ``drop [B]`` by the null condition."""
+        null = self.null_condition(cond.shape[0])
+        return torch.where(drop.view(-1, *[1] * (cond.ndim - 1)), null.to(cond.dtype), cond)
+
+    # ---- teacher forcing ----------------------------------------------------------------------------------
+    def forward(
+        self,
+        tokens: Tensor,
+        cond: Tensor,
+        caption_mask: Tensor | None = None,
+        *,
+        drop: Tensor | None = None,
+        return_loss: bool = False,
+    ) -> Tensor:
+        """Logits float32 ``[B, N, V]`` for codes ``tokens [B, N]``, N <= block_size; row t predicts token t.
+
+        cond: labels or caption features; caption_mask ``[B, prefix_len]`` (True = valid). In training mode the
+        condition is dropped with ``class_dropout_prob`` unless bool ``drop [B]`` says which rows to drop; the
+        caption mask is kept for dropped rows, as in generation. With ``return_loss`` the mean cross entropy.
+        """
+        cfg = self.config
+        if drop is None and self.training and cfg.class_dropout_prob > 0:
+            drop = torch.rand(tokens.shape[0], device=tokens.device) < cfg.class_dropout_prob
+        if drop is not None:
+            cond = self.drop_condition(cond, drop)
+        x = torch.cat([self.embed_prefix(cond), self.tok_embeddings(tokens[:, :-1])], dim=1)
+        x = self.tok_dropout(x)
+        length = x.shape[1]
+        cos, sin = (table[:length, None] for table in self.rope(x.device))
+        mask = None if caption_mask is None else prefix_causal_mask(caption_mask, length)[:, None]
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        logits = self.output(self.norm(x[:, cfg.prefix_len - 1 :])).float()
+        if not return_loss:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    # ---- inference ----------------------------------------------------------------------------------------
+    def empty_cache(self, rows: int, slots: int) -> Tensor:
+        """Zeroed key/value store ``[L, 2, R, Hkv, S, hd]`` in the dtype and on the device of the weights."""
+        cfg, weight = self.config, self.output.weight
+        return weight.new_zeros(cfg.n_layer, 2, rows, cfg.kv_heads, slots, cfg.head_dim)
+
+    def forward_window(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: Tensor,
+        limit: int | None = None,
+        *,
+        logits: Literal["all", "last", "none"] = "all",
+        hidden: Sequence[int] = (),
+    ) -> WindowOutput:
+        """One pass over a window of every row, keys and values written into the cache first.
+
+        inputs: codes ``[R, N]`` or input vectors ``[R, N, dim]`` (prefix); positions int64 ``[R, N]``: sequence
+        positions = rows of the rotary table (``prefix_len + raster index``); slots int64 ``[R, N]``: cache slots
+        written; mask bool ``[R, N, S]`` (or ``[R, N, limit]``): cache slots each query sees, its own included;
+        cache as :meth:`empty_cache`, changed in place. Only slots below the host integer ``limit`` are read.
+
+        ``hidden`` asks for layer outputs: ``i`` = after block i, ``n_layer`` = after the final norm (the input of
+        the output head). ``logits="last"`` evaluates the head on the last window entry only.
+        """
+        limit = cache.shape[4] if limit is None else limit
+        x = inputs if inputs.is_floating_point() else F.embedding(inputs, self.tok_embeddings.weight)
+        rope_cos, rope_sin = self.rope(x.device)
+        cos, sin = rope_cos[positions].unsqueeze(2), rope_sin[positions].unsqueeze(2)
+        # Additive form once per pass: SDPA would otherwise convert the bool mask again in every layer.
+        bias = torch.zeros_like(mask[..., :limit], dtype=x.dtype).masked_fill_(~mask[..., :limit], -math.inf)
+        bias = bias.unsqueeze(1)
+        rows, width = positions.shape
+        index = slots[None, :, None, :, None].expand(2, rows, cache.shape[3], width, cache.shape[5])
+        wanted: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            x = x + layer.attention.window(layer.attention_norm(x), cos, sin, cache[i], index, bias, limit)
+            x = x + layer.feed_forward(layer.ffn_norm(x))
+            if i in hidden:
+                wanted[i] = x
+        normed = self.norm(x)
+        wanted[len(self.layers)] = normed
+        heads = {"all": normed, "last": normed[:, -1:], "none": normed[:, :0]}[logits]
+        return WindowOutput(self.output(heads).float(), tuple(wanted[i] for i in hidden))
+
+
+def prefix_causal_mask(caption_mask: Tensor, length: int) -> Tensor:
+    """bool ``[B, L, L]``: causal, padded caption slots hidden from everyone but themselves (no empty row)."""
+    prefix = caption_mask.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=caption_mask.device).tril()
+    mask = mask.expand(caption_mask.shape[0], -1, -1).clone()
+    mask[:, :, :prefix] &= caption_mask[:, None, :].bool()
+    return mask | torch.eye(length, dtype=torch.bool, device=mask.device)
