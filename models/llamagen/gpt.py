@@ -1,8 +1,8 @@
 """The LlamaGen decoder-only transformer (arXiv 2406.06525): class- or text-conditional, 2-D rotary embedding.
 
-Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features) followed by the
-image codes in raster order; image code ``t`` sits at sequence position ``prefix_len + t``. There is no start
-token: the last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
+Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features), then the image
+codes in raster order; image code ``t`` sits at sequence position ``prefix_len + t``. There is no start token:
+the last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
 
 Two forward passes:
 
@@ -54,7 +54,7 @@ class GPTConfig:
             raise ValueError(f"model_type must be 'c2i' or 't2i', got {self.model_type!r}")
         if self.dim % self.n_head or self.head_dim % 4:
             raise ValueError(
-                f"dim {self.dim} must divide into {self.n_head} heads whose size is a multiple of 4 (2-D rotary)"
+                f"dim {self.dim} must divide into {self.n_head} heads of a size that 4 divides (2-D rotary)"
             )
         if self.n_head % self.kv_heads:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
@@ -96,7 +96,7 @@ class GPTConfig:
 
 
 def rotary_angles(config: GPTConfig) -> Tensor:
-    """Rotation angles of the image cells, float32 ``[grid*grid, head_dim/2]``: first half row, second half column."""
+    """Rotation angles of the image cells, float32 ``[grid*grid, head_dim/2]``: first row, then column part."""
     half = config.head_dim // 2
     freqs = 1.0 / (config.rope_base ** (torch.arange(0, half, 2).float() / half))
     line = torch.outer(torch.arange(config.grid).float(), freqs)
@@ -106,10 +106,10 @@ def rotary_angles(config: GPTConfig) -> Tensor:
 
 
 def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
-    """``(C, S)``, float32 ``[prefix_len + block_size, head_dim]``, so that ``rotate(x) = x*C + swap_pairs(x)*S``.
+    """``(C, S)``, float32 ``[prefix_len + block_size, head_dim]``: ``rotate(x) = x*C + swap_pairs(x)*S``.
 
-    Prefix rows are zero in *both* tables (not the identity rotation): queries and keys of the prefix are the zero
-    vector in every released model, and the weights were trained that way.
+    Prefix rows are zero in *both* tables (not the identity rotation): queries and keys of the prefix are the
+    zero vector in every released model, and the weights were trained that way.
     """
     angles = rotary_angles(config)
     cos = angles.cos().repeat_interleave(2, dim=-1)
@@ -119,7 +119,7 @@ def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved pairs in float32. x ``[..., N, heads, head_dim]``, tables ``[..., N, 1, head_dim]``."""
+    """Rotate interleaved pairs in float32. x ``[..., N, heads, hd]``, tables ``[..., N, 1, hd]``."""
     x32 = x.float()
     swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x32 * cos, swapped, sin).to(x.dtype)
@@ -224,7 +224,7 @@ class CaptionMLP(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Projects caption features; the null caption is a *fixed* random feature sequence stored in the checkpoint."""
+    """Projects caption features; the null caption is a *fixed* random feature sequence kept in the checkpoint."""
 
     uncond_embedding: Tensor
 
@@ -239,7 +239,7 @@ class CaptionEmbedder(nn.Module):
 
 
 class WindowOutput(NamedTuple):
-    """logits float32 ``[R, N, V]`` (or ``[R, 1, V]`` / ``[R, 0, V]``); hidden: one ``[R, N, dim]`` per asked layer."""
+    """logits float32 ``[R, N, V]`` (``[R, 1, V]``, ``[R, 0, V]``); hidden: ``[R, N, dim]`` per asked layer."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...]
@@ -269,7 +269,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rotary tables on ``device``. Not buffers: they stay float32 when the model is cast and out of the files."""
+        """Rotary tables on ``device``. Not buffers: they stay float32 in a cast model and out of its files."""
         if device not in self._tables:
             cos, sin = rotary_tables(self.config)
             self._tables[device] = (cos.to(device), sin.to(device))
@@ -277,7 +277,7 @@ class GPT(nn.Module):
 
     # ---- conditioning -------------------------------------------------------------------------------------
     def null_condition(self, batch: int) -> Tensor:
-        """What the unconditional branch is conditioned on: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
+        """Condition of the unconditional branch: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
         if self.config.model_type == "c2i":
             device = self.tok_embeddings.weight.device
             return torch.full((batch,), self.config.num_classes, dtype=torch.long, device=device)
@@ -285,7 +285,7 @@ class GPT(nn.Module):
         return null.expand(batch, -1, -1)
 
     def embed_prefix(self, cond: Tensor) -> Tensor:
-        """labels ``[B]`` or caption features ``[B, prefix_len, caption_dim]`` -> prefix vectors ``[B, prefix_len, dim]``."""
+        """labels ``[B]`` or features ``[B, prefix_len, caption_dim]`` -> prefix vectors ``[B, prefix_len, dim]``."""
         if self.config.model_type == "t2i":
             expected = (self.config.prefix_len, self.config.caption_dim)
             if cond.ndim != 3 or tuple(cond.shape[1:]) != expected:
@@ -314,9 +314,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits float32 ``[B, N, V]`` for codes ``tokens [B, N]``, N <= block_size; row t predicts token t.
 
-        cond: labels or caption features; caption_mask ``[B, prefix_len]`` (True = valid). In training mode the
-        condition is dropped with ``class_dropout_prob`` unless bool ``drop [B]`` says which rows to drop; the
-        caption mask is kept for dropped rows, as in generation. With ``return_loss`` the mean cross entropy.
+        cond: labels or caption features; caption_mask ``[B, prefix_len]`` (True = valid). In training mode
+        the condition is dropped with ``class_dropout_prob`` unless bool ``drop [B]`` says which rows to drop;
+        dropped rows keep their caption mask, as in generation. ``return_loss`` gives the mean cross entropy.
         """
         cfg = self.config
         if drop is None and self.training and cfg.class_dropout_prob > 0:
@@ -355,13 +355,15 @@ class GPT(nn.Module):
     ) -> WindowOutput:
         """One pass over a window of every row, keys and values written into the cache first.
 
-        inputs: codes ``[R, N]`` or input vectors ``[R, N, dim]`` (prefix); positions int64 ``[R, N]``: sequence
-        positions = rows of the rotary table (``prefix_len + raster index``); slots int64 ``[R, N]``: cache slots
-        written; mask bool ``[R, N, S]`` (or ``[R, N, limit]``): cache slots each query sees, its own included;
-        cache as :meth:`empty_cache`, changed in place. Only slots below the host integer ``limit`` are read.
-
-        ``hidden`` asks for layer outputs: ``i`` = after block i, ``n_layer`` = after the final norm (the input of
-        the output head). ``logits="last"`` evaluates the head on the last window entry only.
+        Args:
+            inputs: codes int64 ``[R, N]``, or input vectors ``[R, N, dim]`` (the prefix).
+            positions: int64 ``[R, N]``, sequence position = row of the rotary table (prefix_len + raster index).
+            slots: int64 ``[R, N]``, cache slot that each entry's key and value are written to.
+            mask: bool ``[R, N, S]`` or ``[R, N, limit]``, exactly the slots each query sees, its own included.
+            cache: see :meth:`empty_cache`; changed in place.
+            limit: only slots below this host integer are read.
+            logits: evaluate the output head on all entries, on the last one only, or not at all.
+            hidden: layer outputs to return: i = after block i, n_layer = after the final norm (the head's input).
         """
         limit = cache.shape[4] if limit is None else limit
         x = inputs if inputs.is_floating_point() else F.embedding(inputs, self.tok_embeddings.weight)

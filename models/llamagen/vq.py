@@ -1,6 +1,6 @@
 """The LlamaGen image tokenizer (arXiv 2406.06525): convolutional VQ-GAN with an l2-normalised codebook.
 
-Images are float ``[B, 3, H, W]`` in [-1, 1]; codes int64 ``[B, h*w]`` in raster order, ``h = H / downsample``.
+Images are float ``[B, 3, H, W]`` in [-1, 1]; codes int64 ``[B, h*w]`` in raster order, h = H / downsample.
 Tensor names are those of the official checkpoints (VQ-16, VQ-8).
 """
 
@@ -103,7 +103,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, attention after each one where asked, then a change of resolution."""
+    """Residual blocks of one resolution, attention after each where asked, then a change of resolution."""
 
     def __init__(
         self, c_in: int, c_out: int, blocks: int, attention: bool, resample: str, config: VQConfig
@@ -166,7 +166,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Mirror of the encoder with one more residual block per level; ``conv_blocks.0`` is the lowest resolution."""
+    """Mirror of the encoder, one more residual block per level; ``conv_blocks.0`` has the lowest resolution."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Quantized(NamedTuple):
 
 
 class VectorQuantizer(nn.Module):
-    """Nearest code by cosine. The stored rows are *not* unit vectors: they are normalised at every look-up."""
+    """Nearest code by cosine. Stored rows are *not* unit vectors: they are normalised at every look-up."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class VQModel(nn.Module):
 
 
 def to_uint8(images: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-    """Decoder output ``[B, 3, H, W]`` -> bytes ``[B, H, W, 3]``; ``size`` resizes the float image bicubically first."""
+    """Decoder output ``[B, 3, H, W]`` -> bytes ``[B, H, W, 3]``, resized bicubically as floats to ``size`` first."""
     if size is not None:
         side = (size, size) if isinstance(size, int) else size
         images = F.interpolate(images, size=side, mode="bicubic")

@@ -1,0 +1,42 @@
+"""Where the reference vectors are: the folder named by VISACC_GOLDEN, else a checkout beside the repository, and
+file by file the small subset kept in ``tests/data/golden``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).resolve().parent
+_KEPT = _TESTS / "data" / "golden"
+
+
+class GoldenDir:
+    """Files of one golden folder: ``golden_dir("llamagen") / "vq.pt"`` is a path that exists, or the test is skipped."""
+
+    def __init__(self, name: str) -> None:
+        root = Path(os.environ.get("VISACC_GOLDEN") or _TESTS.parent.parent / "shared" / "golden")
+        self.name = name
+        self.roots = (root / name, _KEPT / name)
+
+    def find(self, file: str) -> Path | None:
+        return next((root / file for root in self.roots if (root / file).exists()), None)
+
+    def __truediv__(self, file: str) -> Path:
+        path = self.find(file)
+        if path is None:
+            pytest.skip(f"golden file {self.name}/{file} not found (set VISACC_GOLDEN)")
+        return path
+
+    def glob(self, pattern: str) -> list[Path]:
+        """Matching files, the full folder's first, each name once; empty when there are none."""
+        found: dict[str, Path] = {}
+        for root in self.roots:
+            for path in sorted(root.glob(pattern)):
+                found.setdefault(path.name, path)
+        return list(found.values())
+
+
+def golden_dir(name: str) -> GoldenDir:
+    return GoldenDir(name)
