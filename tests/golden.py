@@ -1,5 +1,5 @@
-"""Where the reference vectors are: the folder named by VISACC_GOLDEN, else a checkout beside the repository, and
-file by file the small subset kept in ``tests/data/golden``."""
+"""Where the reference vectors are: the folder named by VISACC_GOLDEN, else a checkout beside the repository,
+and file by file the small subset kept in ``tests/data/golden``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = _TESTS / "data" / "golden"
 
 
 class GoldenDir:
-    """Files of one golden folder: ``golden_dir("llamagen") / "vq.pt"`` is a path that exists, or the test is skipped."""
+    """Files of one golden folder: ``golden_dir("llamagen") / "vq.pt"`` exists, or the test is skipped."""
 
     def __init__(self, name: str) -> None:
         root = Path(os.environ.get("VISACC_GOLDEN") or _TESTS.parent.parent / "shared" / "golden")

@@ -1,8 +1,8 @@
 """The LlamaGen decoder-only transformer (arXiv 2406.06525): class- or text-conditional, 2-D rotary embedding.
 
-Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features), then the image
-codes in raster order; image code ``t`` sits at sequence position ``prefix_len + t``. There is no start token:
-the last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
+Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features), then the
+image codes in raster order; code ``t`` sits at sequence position ``prefix_len + t``. There is no start token: the
+last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
 
 Two forward passes:
 
@@ -96,7 +96,7 @@ class GPTConfig:
 
 
 def rotary_angles(config: GPTConfig) -> Tensor:
-    """Rotation angles of the image cells, float32 ``[grid*grid, head_dim/2]``: first row, then column part."""
+    """Rotation angles of the image cells, float32 ``[grid*grid, head_dim/2]``: row half, column half."""
     half = config.head_dim // 2
     freqs = 1.0 / (config.rope_base ** (torch.arange(0, half, 2).float() / half))
     line = torch.outer(torch.arange(config.grid).float(), freqs)
@@ -224,7 +224,7 @@ class CaptionMLP(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Projects caption features; the null caption is a *fixed* random feature sequence kept in the checkpoint."""
+    """Projects caption features; the null caption is a *fixed* random sequence kept in the checkpoint."""
 
     uncond_embedding: Tensor
 
@@ -239,7 +239,7 @@ class CaptionEmbedder(nn.Module):
 
 
 class WindowOutput(NamedTuple):
-    """logits float32 ``[R, N, V]`` (``[R, 1, V]``, ``[R, 0, V]``); hidden: ``[R, N, dim]`` per asked layer."""
+    """logits float32 ``[R, N | 1 | 0, V]``; hidden ``[R, N, dim]`` per layer that was asked for."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...]
@@ -269,7 +269,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rotary tables on ``device``. Not buffers: they stay float32 in a cast model and out of its files."""
+        """Rotary tables on ``device``. Not buffers: they stay float32 when the model is cast."""
         if device not in self._tables:
             cos, sin = rotary_tables(self.config)
             self._tables[device] = (cos.to(device), sin.to(device))
@@ -277,7 +277,7 @@ class GPT(nn.Module):
 
     # ---- conditioning -------------------------------------------------------------------------------------
     def null_condition(self, batch: int) -> Tensor:
-        """Condition of the unconditional branch: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
+        """Condition of the null branch: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
         if self.config.model_type == "c2i":
             device = self.tok_embeddings.weight.device
             return torch.full((batch,), self.config.num_classes, dtype=torch.long, device=device)
@@ -285,7 +285,7 @@ class GPT(nn.Module):
         return null.expand(batch, -1, -1)
 
     def embed_prefix(self, cond: Tensor) -> Tensor:
-        """labels ``[B]`` or features ``[B, prefix_len, caption_dim]`` -> prefix vectors ``[B, prefix_len, dim]``."""
+        """labels ``[B]`` or features ``[B, prefix_len, caption_dim]`` -> vectors ``[B, prefix_len, dim]``."""
         if self.config.model_type == "t2i":
             expected = (self.config.prefix_len, self.config.caption_dim)
             if cond.ndim != 3 or tuple(cond.shape[1:]) != expected:
@@ -357,13 +357,13 @@ class GPT(nn.Module):
 
         Args:
             inputs: codes int64 ``[R, N]``, or input vectors ``[R, N, dim]`` (the prefix).
-            positions: int64 ``[R, N]``, sequence position = row of the rotary table (prefix_len + raster index).
+            positions: int64 ``[R, N]``, row of the rotary table (prefix_len + raster index).
             slots: int64 ``[R, N]``, cache slot that each entry's key and value are written to.
-            mask: bool ``[R, N, S]`` or ``[R, N, limit]``, exactly the slots each query sees, its own included.
+            mask: bool ``[R, N, S]`` or ``[R, N, limit]``, the slots each query sees, its own included.
             cache: see :meth:`empty_cache`; changed in place.
             limit: only slots below this host integer are read.
             logits: evaluate the output head on all entries, on the last one only, or not at all.
-            hidden: layer outputs to return: i = after block i, n_layer = after the final norm (the head's input).
+            hidden: layer outputs to return: i = after block i, n_layer = after the final norm.
         """
         limit = cache.shape[4] if limit is None else limit
         x = inputs if inputs.is_floating_point() else F.embedding(inputs, self.tok_embeddings.weight)

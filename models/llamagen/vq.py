@@ -166,7 +166,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Mirror of the encoder, one more residual block per level; ``conv_blocks.0`` has the lowest resolution."""
+    """Mirror of the encoder, one more residual block per level; ``conv_blocks.0`` is the coarsest."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class VQModel(nn.Module):
 
 
 def to_uint8(images: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-    """Decoder output ``[B, 3, H, W]`` -> bytes ``[B, H, W, 3]``, resized bicubically as floats to ``size`` first."""
+    """Decoder output ``[B, 3, H, W]`` -> bytes ``[B, H, W, 3]``, resized bicubically to ``size`` before."""
     if size is not None:
         side = (size, size) if isinstance(size, int) else size
         images = F.interpolate(images, size=side, mode="bicubic")
