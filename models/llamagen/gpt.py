@@ -1,8 +1,8 @@
 """The LlamaGen decoder-only transformer (arXiv 2406.06525): class- or text-conditional, 2-D rotary embedding.
 
 Sequence = ``prefix_len`` prefix vectors (1 class embedding, or the projected caption features), then the
-image codes in raster order; code ``t`` sits at sequence position ``prefix_len + t``. There is no start token: the
-last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
+image codes in raster order; code ``t`` sits at sequence position ``prefix_len + t``. There is no start token:
+the last prefix vector predicts code 0. Tensor names are those of the official checkpoints.
 
 Two forward passes:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -207,10 +207,16 @@ class LabelEmbedder(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.null_label = config.num_classes
         self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
 
+    def null(self, batch: int) -> Tensor:
+        return torch.full((batch,), self.null_label, device=self.embedding_table.weight.device)
+
     def forward(self, labels: Tensor) -> Tensor:
-        return self.embedding_table(labels).unsqueeze(-2)
+        if labels.ndim != 1 or labels.is_floating_point():
+            raise ValueError(f"class labels must be integers [B], got {labels.dtype} {tuple(labels.shape)}")
+        return self.embedding_table(labels)[:, None]
 
 
 class CaptionMLP(nn.Module):
@@ -230,12 +236,18 @@ class CaptionEmbedder(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.shape = (config.prefix_len, config.caption_dim)
         self.cap_proj = CaptionMLP(config)
         noise = torch.randn(config.uncond_rows, config.caption_dim) / config.caption_dim**0.5
         self.register_buffer("uncond_embedding", noise)
 
+    def null(self, batch: int) -> Tensor:
+        return self.uncond_embedding[-self.shape[0] :].expand(batch, -1, -1)
+
     def forward(self, features: Tensor) -> Tensor:
-        return self.cap_proj(features)
+        if features.shape[1:] != self.shape:
+            raise ValueError(f"caption features must be [B, *{self.shape}], got {tuple(features.shape)}")
+        return self.cap_proj(features.to(self.cap_proj.fc1.weight.dtype))
 
 
 class WindowOutput(NamedTuple):
@@ -251,8 +263,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        embedder = LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder
-        self.cls_embedding = embedder(config)
+        self.cls_embedding = (LabelEmbedder if config.model_type == "c2i" else CaptionEmbedder)(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.tok_dropout = nn.Dropout(config.token_dropout_p)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -268,6 +279,10 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
         nn.init.zeros_(self.output.weight)
 
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return cast("Sequence[Block]", self.layers)
+
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rotary tables on ``device``. Not buffers: they stay float32 when the model is cast."""
         if device not in self._tables:
@@ -278,23 +293,10 @@ class GPT(nn.Module):
     # ---- conditioning -------------------------------------------------------------------------------------
     def null_condition(self, batch: int) -> Tensor:
         """Condition of the null branch: labels ``[B]`` or features ``[B, prefix_len, caption_dim]``."""
-        if self.config.model_type == "c2i":
-            device = self.tok_embeddings.weight.device
-            return torch.full((batch,), self.config.num_classes, dtype=torch.long, device=device)
-        null = self.cls_embedding.uncond_embedding[-self.config.prefix_len :]
-        return null.expand(batch, -1, -1)
+        return self.cls_embedding.null(batch)
 
     def embed_prefix(self, cond: Tensor) -> Tensor:
         """labels ``[B]`` or features ``[B, prefix_len, caption_dim]`` -> vectors ``[B, prefix_len, dim]``."""
-        if self.config.model_type == "t2i":
-            expected = (self.config.prefix_len, self.config.caption_dim)
-            if cond.ndim != 3 or tuple(cond.shape[1:]) != expected:
-                raise ValueError(
-                    f"caption features must be [B, {expected[0]}, {expected[1]}], got {tuple(cond.shape)}"
-                )
-            cond = cond.to(self.cls_embedding.cap_proj.fc1.weight.dtype)
-        elif cond.ndim != 1 or cond.is_floating_point():
-            raise ValueError(f"class labels must be integers [B], got {cond.dtype} {tuple(cond.shape)}")
         return self.cls_embedding(cond)
 
     def drop_condition(self, cond: Tensor, drop: Tensor) -> Tensor:
@@ -328,7 +330,7 @@ class GPT(nn.Module):
         length = x.shape[1]
         cos, sin = (table[:length, None] for table in self.rope(x.device))
         mask = None if caption_mask is None else prefix_causal_mask(caption_mask, length)[:, None]
-        for layer in self.layers:
+        for layer in self.blocks:
             x = layer(x, cos, sin, mask)
         logits = self.output(self.norm(x[:, cfg.prefix_len - 1 :])).float()
         if not return_loss:
@@ -375,7 +377,7 @@ class GPT(nn.Module):
         rows, width = positions.shape
         index = slots[None, :, None, :, None].expand(2, rows, cache.shape[3], width, cache.shape[5])
         wanted: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.blocks):
             x = x + layer.attention.window(layer.attention_norm(x), cos, sin, cache[i], index, bias, limit)
             x = x + layer.feed_forward(layer.ffn_norm(x))
             if i in hidden:
