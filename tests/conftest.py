@@ -1,0 +1,33 @@
+"""Shared test set-up."""
+
+from __future__ import annotations
+
+import os
+
+# Triton decides at import whether its kernels are interpreted, so this must precede every import of it.
+# On a machine with a GPU run the `gpu` tests with TRITON_INTERPRET=0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no CUDA device (or kernels are being interpreted)."""
+    if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device and TRITON_INTERPRET=0")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def golden_root() -> Path:
+    """Folder of the recorded outputs of the original programs (environment variable VISACC_GOLDEN)."""
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "golden"
+    return Path(os.environ.get("VISACC_GOLDEN", default))
