@@ -1,0 +1,30 @@
+"""Plain autoregressive decoding: one token a step. The yardstick of every other decoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from visacc.decoders.base import Decoder, Verdict, gumbel_draw
+from visacc.models.base import ModelOutput, Proposal
+
+if TYPE_CHECKING:
+    from visacc.engine import Run
+
+
+class AR(Decoder):
+    """One token per target forward, drawn as ``argmax(log p + G)`` with Gumbel noise G fixed by seed and slot."""
+
+    name = "ar"
+    summary = "plain autoregressive decoding, one token a step"
+    lossless = True
+
+    def propose(self, run: Run) -> Proposal:
+        position = (run.count - 1)[:, None]
+        return Proposal(run.last_tokens()[:, None], position, position < run.total - 1)
+
+    def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
+        slots = run.count[:, None]
+        token = gumbel_draw(run, law, slots.clamp(max=run.total - 1), bound=run.high + run.since_check + 1)
+        return Verdict(token, slots, slots < run.total)

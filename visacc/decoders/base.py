@@ -1,0 +1,117 @@
+"""What a decoder is: two decisions, what to propose and what to keep."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from visacc.models.base import ImageModel, Layout, ModelOutput, Proposal
+
+if TYPE_CHECKING:
+    from visacc.engine import Run
+
+
+@dataclass
+class Verdict:
+    """The tokens a step commits.
+
+    Attributes:
+        tokens: int64 [B, K] codes.
+        slots: int64 [B, K] where they go (entries that are not kept may point beyond the layout).
+        keep: bool [B, K].
+        accepted: int64 [B] how many of the kept tokens were drafts, ``None`` where the notion does not apply.
+        cache_keep: int64 [B] leading window nodes (or leading ``path`` entries) whose K/V stays; ``None`` means as
+            many as tokens were kept, which is right for chains.
+        path: int64 [B, P] nodes to keep, for trees.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    keep: Tensor
+    accepted: Tensor | None = None
+    cache_keep: Tensor | None = None
+    path: Tensor | None = None
+
+    def cached(self) -> Tensor:
+        return self.keep.sum(1) if self.cache_keep is None else self.cache_keep
+
+
+class Decoder(ABC):
+    """Base class; third parties subclass it and register through the entry-point group ``visacc.decoders``.
+
+    A decoder object may be reused for many batches: :meth:`begin` resets it. Its per-row tensors live in
+    ``self.state`` (a dictionary), so that the engine can drop finished rows.
+
+    Attributes:
+        name: registered name.
+        lossless: whether the output law is exactly that of plain autoregressive sampling (proven in the tests).
+        requires: facts the adapter must provide.
+        needs_hidden: whether forwards should return features.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    lossless: bool = False
+    requires: frozenset[str] = frozenset()
+    needs_hidden: bool = False
+    api_version: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor | None] = {}
+
+    def check(self, model: ImageModel) -> None:
+        """Raise ``ValueError`` if the model lacks something the decoder needs."""
+        missing = self.requires - model.provides
+        if missing:
+            raise ValueError(
+                f"decoder {self.name!r} requires {sorted(missing)}, but {model.name} provides {sorted(model.provides)}"
+            )
+
+    def max_nodes(self, layout: Layout) -> int:
+        """Largest number of nodes of a proposal."""
+        return 1
+
+    def begin(self, run: Run, law: Tensor) -> Tensor:
+        """Reset for a new batch and choose slot 0 from its law [B, V]. Returns codes int64 [B].
+
+        The default draws with the slot's Gumbel noise, as plain autoregressive decoding does.
+        """
+        self.state = {}
+        return gumbel_draw(run, law[:, None], torch.zeros_like(run.samples)[:, None], bound=1)[:, 0]
+
+    @abstractmethod
+    def propose(self, run: Run) -> Proposal:
+        """Tokens for the next forward."""
+
+    def predicted_slots(self, run: Run, proposal: Proposal) -> Tensor:
+        """int64 [B, N] slot that each node's output predicts: the one after the node."""
+        return proposal.positions + 1
+
+    @abstractmethod
+    def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
+        """Decide what stands, given the laws [B, N, V]."""
+
+    def advance(self, run: Run, verdict: Verdict) -> None:  # noqa: B027 - optional hook
+        """Called after the commit, with the counts already advanced."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the given rows of the per-row state."""
+        self.state = {k: None if v is None else v[rows] for k, v in self.state.items()}
+
+    def options(self) -> dict[str, Any]:
+        """The options this decoder runs with, for statistics and manifests."""
+        return {}
+
+
+def gumbel_draw(run: Run, law: Tensor, slots: Tensor, bound: int) -> Tensor:
+    """Draw from laws [B, N, V] with the fixed Gumbel noise of the slots [B, N]; ``bound`` exceeds every slot."""
+    from visacc.kernels import race
+
+    run.noise.prepare(bound)
+    noise = run.noise.exponential(slots)
+    vocab = law.shape[-1]
+    return race(law.reshape(-1, vocab), noise.reshape(-1, vocab)).view(slots.shape)
