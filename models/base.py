@@ -213,6 +213,10 @@ class ImageModel(ABC):
     def encode(self, prompts: Sequence[Any], negative: Sequence[Any] | None = None) -> Conditioning:
         """Prompts (text, or class labels) to conditioning. Raises ``ValueError`` for a prompt it cannot take."""
 
+    def dummy_conditioning(self, batch: int) -> Conditioning:
+        """Some valid conditioning of ``batch`` samples, for measuring costs."""
+        return self.encode(["a"] * batch)
+
     @abstractmethod
     def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
         """Run the prompts. Returns the state and the logits of slot 0 as [B, 1, V].

@@ -197,3 +197,27 @@ class Jacobi(Decoder):
         if self.init == "random":
             return run.sequence
         return run.sequence.scatter(1, inside, torch.where(keep, tokens, survivors))
+
+
+class SJD(Jacobi):
+    """Speculative Jacobi decoding (arXiv 2410.01699): surviving drafts are redrawn independently."""
+
+    name = "sjd"
+    summary = "speculative Jacobi decoding: a window of drafts, redrawn each step"
+
+    def __init__(self, window: int = 16, init: str = "random", uniform_q: bool = True) -> None:
+        super().__init__(window, "independent", init, uniform_q=uniform_q)
+
+
+class MCSJD(Jacobi):
+    """SJD with coupled redraws (arXiv 2510.24211): drafts stay put, so contexts settle and more drafts pass."""
+
+    name = "mc-sjd"
+    summary = "speculative Jacobi decoding with coupled redraws"
+
+    def __init__(
+        self, window: int = 32, coupling: str = "maximal", init: str = "random", uniform_q: bool = True
+    ) -> None:
+        if coupling == "independent":
+            raise ValueError("mc-sjd couples its redraws: choose maximal, gumbel or gumbel-exact (independent is 'sjd')")
+        super().__init__(window, coupling, init, uniform_q=uniform_q)
