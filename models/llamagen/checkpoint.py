@@ -1,9 +1,9 @@
 """Reading and writing LlamaGen weights: official ``.pt`` files, dumps derived from them, and safetensors.
 
-Everything is loaded strictly and without executing pickled code. Sizes and variant come from the tensors; what
-the tensors cannot tell (head count of unusual sizes, grid side) comes from, in this order: an explicit argument,
-the ``config`` entry of the safetensors metadata, a JSON file of the same name beside the weights, the table of
-released files, the requested image size.
+Everything is loaded strictly and without executing pickled code. Sizes and variant come from the tensors. What
+the tensors cannot tell (head count of unusual sizes, grid side) comes from, in this order: an explicit
+argument, the ``config`` entry of the safetensors metadata, a JSON file of the same name beside the weights, the
+table of released files, the requested image size.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _fill(module: M, state: State, dtype: torch.dtype, device: torch.device | st
 
 
 def save_model(path: str | Path, model: GPT | VQModel, dtype: torch.dtype | None = None) -> None:
-    """Write safetensors with the official names and the configuration as metadata, for ``load_gpt`` / ``load_vq``."""
+    """Write safetensors: official names, the configuration as metadata. ``load_*`` reads it back."""
     state = {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
         for name, value in model.state_dict().items()

@@ -1,8 +1,8 @@
 """Captions to LlamaGen conditioning: the official caption cleaning and left-padded T5 features.
 
-The cleaning rules are those of the DeepFloyd / PixArt family that the training captions of LlamaGen went through.
-They also remove legitimate content ("4x4", long numbers, CJK text); they are the default because released weights
-expect cleaned captions, and can be switched off.
+The cleaning rules are those of the DeepFloyd / PixArt family that LlamaGen's training captions went through.
+They also remove legitimate content ("4x4", long numbers, CJK text); they are the default because released
+weights expect cleaned captions, and can be switched off.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TextConditioner:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source))
-            encoder = T5EncoderModel.from_pretrained(str(source), dtype=dtype)
+            encoder: Any = T5EncoderModel.from_pretrained(str(source), dtype=dtype)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"cannot load the T5 text encoder {str(source)!r}: {reason}") from error
