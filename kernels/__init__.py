@@ -1,1 +1,6 @@
-"""visacc.kernels."""
+"""Sampling, verification and attention kernels: torch references and Triton, behind one set of ops."""
+
+from visacc.kernels import rng
+from visacc.kernels.ops import chain_verify, draw, process_logits, race, race_topk, window_resample
+
+__all__ = ["chain_verify", "draw", "process_logits", "race", "race_topk", "rng", "window_resample"]

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PURPOSE = SimpleNamespace(ACCEPT=1, RESIDUAL=2, DRAW=3, INIT=4, DRAFT=5, GUMBEL=6)
+ACCEPT, RESIDUAL, DRAW, INIT, DRAFT, GUMBEL = 1, 2, 3, 4, 5, 6
+PURPOSE = SimpleNamespace(ACCEPT=ACCEPT, RESIDUAL=RESIDUAL, DRAW=DRAW, INIT=INIT, DRAFT=DRAFT, GUMBEL=GUMBEL)
 """Purpose tags for counter c3. Purposes never share a stream: noise that drew a draft must not test it."""
 
 NODE_STRIDE = 256
