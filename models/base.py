@@ -97,7 +97,9 @@ class Proposal:
         address: int64 [B, N] cache address (relative to the end of the prefix) that a node's K/V is written to, or
             ``None`` for ``lengths + arange(N)``: chains and trees.
         visible: bool [B, N, N], query x key among the nodes (own node included), or ``None`` for a causal chain.
-        context: bool [B, L], which cached addresses are seen, or ``None`` for all below ``lengths``.
+        context: bool [B, L], which cached addresses are seen, or ``None`` for all below ``lengths``. A bool [B, N, L] says
+            it for each node, this proposal's own addresses included; ``visible`` is then not read.
+        reach: host-side bound, no address written or seen reaches it; ``None`` where only the device knows.
     """
 
     tokens: Tensor
@@ -106,6 +108,7 @@ class Proposal:
     address: Tensor | None = None
     visible: Tensor | None = None
     context: Tensor | None = None
+    reach: int | None = None
 
     @property
     def size(self) -> int:

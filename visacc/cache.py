@@ -40,7 +40,9 @@ def window_mask(state: DecodeState, proposal: Proposal) -> Tensor:
     """
     address = addresses(state, proposal)
     slot = torch.arange(state.limit - state.prefix, device=state.device)
-    if proposal.visible is None and proposal.context is None:
+    if proposal.context is not None and proposal.context.ndim == 3:
+        image = proposal.context[..., : slot.numel()]
+    elif proposal.visible is None and proposal.context is None:
         image = slot <= address[..., None]
     else:
         if proposal.context is None:

@@ -203,6 +203,8 @@ def _scatter(target: Tensor, index: Tensor, value: Tensor) -> Tensor:
 
 def _address_bound(state: DecodeState, run: Run, proposal: Proposal) -> int:
     """Host-side bound on the cache addresses this proposal may touch; grows between two checks."""
+    if proposal.reach is not None:
+        return min(state.prefix + proposal.reach, state.kv.shape[4])
     if proposal.address is not None:
         return state.kv.shape[4]
     grown = run.high + (run.since_check + 1) * proposal.size
