@@ -1,9 +1,9 @@
 """Reading and writing LlamaGen weights: official ``.pt`` files, dumps derived from them, and safetensors.
 
-Everything is loaded strictly and without executing pickled code. Sizes and variant come from the tensors. What
-the tensors cannot tell (head count of unusual sizes, grid side) comes from, in this order: an explicit
-argument, the ``config`` entry of the safetensors metadata, a JSON file of the same name beside the weights, the
-table of released files, the requested image size.
+Everything is loaded strictly and without executing pickled code. Sizes and variant come from the tensors.
+What the tensors cannot tell (head count of unusual sizes, grid side) comes from, in this order: an explicit
+argument, the ``config`` entry of the safetensors metadata, a JSON file of the same name beside the weights,
+the table of released files, the requested image size.
 """
 
 from __future__ import annotations
