@@ -1,4 +1,4 @@
-"""LlamaGen behind the adapter interface: every decoder drives the released and the embedded models through this."""
+"""LlamaGen behind the adapter interface, and loading of whole models (GPT, tokenizer, text encoder)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ GPT_FILE, VQ_FILE, TEXT_FOLDER, SETTINGS_FILE = "gpt.safetensors", "vq.safetenso
 class LlamaGen(ImageModel):
     """A LlamaGen GPT with its tokenizer and, for text prompts, its text encoder.
 
-    Guidance runs the null condition as a second row per sample, with the *same* caption mask as the prompt, as the
-    models were trained.
+    Guidance runs the null condition as a second row per sample, with the *same* caption mask as the prompt: so
+    the models were trained.
 
     Args:
         gpt, vq: the two networks; their code counts must agree.
@@ -53,8 +53,8 @@ class LlamaGen(ImageModel):
             )
         if text is not None and (text.width, text.length) != (cfg.caption_dim, cfg.cls_token_num):
             raise ValueError(
-                f"{name}: the GPT takes captions of {cfg.cls_token_num} x {cfg.caption_dim} features, the text "
-                f"encoder gives {text.length} x {text.width}"
+                f"{name}: the GPT takes captions of {cfg.cls_token_num} x {cfg.caption_dim} features, the "
+                f"text encoder gives {text.length} x {text.width}"
             )
         self.name, self.gpt, self.vq, self.text = name, gpt, vq, text
         self.layout = Layout((1, cfg.grid, cfg.grid), cfg.vocab_size)
@@ -196,9 +196,9 @@ def load(
     """Load a whole LlamaGen model.
 
     Args:
-        name_or_path: a released name (see :data:`visacc.models.llamagen.RELEASED`), a GPT file, or a folder with
-            one GPT file. A folder holds official files, or ``gpt.safetensors``, ``vq.safetensors``, ``text/`` (a
-            T5 encoder and its tokenizer) and optionally ``model.json`` (``name``, ``defaults``,
+        name_or_path: a released name (see :data:`visacc.models.llamagen.RELEASED`), a GPT file, or a folder
+            with one GPT file. A folder holds official files, or ``gpt.safetensors``, ``vq.safetensors``,
+            ``text/`` (a T5 encoder and its tokenizer) and optionally ``model.json`` (``name``, ``defaults``,
             ``clean_caption``).
         image_size: pixels along a side, where the file does not tell.
         vq, text_encoder: tokenizer file and T5 (hub id or folder) if they do not lie beside the GPT.
@@ -247,17 +247,20 @@ def _gpt_path(name_or_path: str | Path) -> Path:
             raise ValueError(f"{entry} is a tokenizer; ask for one of the GPTs that use it")
         return fetch(entry.name)
     path = Path(name_or_path)
-    if not path.is_dir():
+    if path.is_file():
+        known = released_file(path)
+        if known is not None and known.kind == "vq":
+            raise ValueError(f"{path} is {known}; name the GPT and pass this file as vq=")
         return path
+    if not path.is_dir():
+        released = ", ".join(e.name for e in RELEASED.values() if e.kind != "vq")
+        raise ValueError(f"{name_or_path} is no file, no folder and no released LlamaGen model ({released})")
     names = [GPT_FILE, *(e.file for e in RELEASED.values() if e.kind != "vq")]
     found = [path / name for name in names if (path / name).is_file()]
-    if len(found) != 1:
-        which = (
-            f"{len(found)} GPT files ({', '.join(f.name for f in found)}); name one"
-            if found
-            else "no GPT file"
-        )
-        raise ValueError(f"the folder {path} holds {which} (looked for {', '.join(names)})")
+    if len(found) > 1:
+        raise ValueError(f"{path} holds several GPTs, name one: {', '.join(f.name for f in found)}")
+    if not found:
+        raise ValueError(f"{path} holds no LlamaGen GPT (looked for {', '.join(names)})")
     return found[0]
 
 
