@@ -100,6 +100,9 @@ class Proposal:
         context: bool [B, L], which cached addresses are seen, or ``None`` for all below ``lengths``. A bool [B, N, L] says
             it for each node, this proposal's own addresses included; ``visible`` is then not read.
         reach: host-side bound, no address written or seen reaches it; ``None`` where only the device knows.
+        special: int64 [N], the same for all rows: -1 feeds the node's code, j >= 0 feeds the model's special input j
+            instead (LPD's query vector, the middle tokens of next-block models).
+        outputs: int64 [M], nodes whose logits are wanted; ``None`` for all.
     """
 
     tokens: Tensor
@@ -109,10 +112,16 @@ class Proposal:
     visible: Tensor | None = None
     context: Tensor | None = None
     reach: int | None = None
+    special: Tensor | None = None
+    outputs: Tensor | None = None
 
     @property
     def size(self) -> int:
         return self.tokens.shape[1]
+
+    def take(self, values: Tensor) -> Tensor:
+        """Per-node values [rows, N, ...] of the nodes whose outputs are wanted."""
+        return values if self.outputs is None else values[:, self.outputs]
 
 
 @dataclass
@@ -191,10 +200,14 @@ class ImageModel(ABC):
         provides: facts that decoders may require: "grid", "codebook", "hidden", "tree_mask", "row_causal".
         defaults: the family's own sampling defaults (keyword arguments of ``SamplingParams``).
         name: shown in messages and statistics.
+        only_decoders: names of the decoders that can drive the model; empty means every next-token decoder.
+        block: tokens that one block predicts at once (next-block models), 1 for next-token models.
     """
 
     name: str
     layout: Layout
+    only_decoders: tuple[str, ...] = ()
+    block: int = 1
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
     defaults: ClassVar[dict[str, Any]] = {}
 
@@ -222,12 +235,19 @@ class ImageModel(ABC):
 
     @abstractmethod
     def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
-        """Run the prompts. Returns the state and the logits of slot 0 as [B, 1, V].
+        """Run the prompts. Returns the state and the logits of slot 0 as [B, 1, V], of the first M slots as [B, M, V]
+        where the prompt predicts a whole block.
 
         Args:
             guidance: build the unconditional branch as well.
             window: largest number of nodes a proposal will have (sizes the cache).
         """
+
+    def open(
+        self, cond: Conditioning, opening: Proposal, *, guidance: bool, window: int
+    ) -> tuple[DecodeState, ModelOutput]:
+        """Run the prompts and the first nodes of a decoder that chooses its own first slots, in one forward."""
+        raise ValueError(f"{self.name} cannot fill slots in an order that the decoder chooses")
 
     @abstractmethod
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:

@@ -42,8 +42,8 @@ class Run:
     count: Tensor
     samples: Tensor
     step: int = 1
-    low: int = 1
-    high: int = 1
+    low: int = 0
+    high: int = 0
     since_check: int = 0
 
     @property
@@ -127,8 +127,6 @@ def decode(
         raise ValueError(f"{batch} samples need {batch} seeds, got {len(seeds)}")
     check = check_every or (1 if device.type == "cpu" else 8)
 
-    with clock("prefill"):
-        state, output = model.prefill(cond, guidance=sampling.guided, window=decoder.max_nodes(layout))
     keys = torch.tensor([sample_seed(s) for s in seeds], dtype=torch.int64, device=device)
     run = Run(
         model,
@@ -144,12 +142,26 @@ def decode(
     final = torch.zeros_like(run.sequence)
     broken = torch.zeros((), dtype=torch.int64, device=device)  # first step with NaN, 0 = none
 
-    slot0 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    law = probs(output, slot0, layout, sampling)
-    broken = _note_nan(broken, law, None, 1)
-    first = decoder.begin(run, law[:, 0])
-    _commit(run, Verdict(first[:, None], slot0, torch.ones_like(slot0, dtype=torch.bool)), stats, fed=1)
-    running = total > 1 and not (callback and callback(StepInfo(1, total, run.count, run)) is False)
+    with clock("prefill"):
+        opening = decoder.opening(run)
+        room = {"guidance": sampling.guided, "window": decoder.max_nodes(layout)}
+        if opening is None:
+            state, output = model.prefill(cond, **room)
+            slots = torch.arange(output.logits.shape[1], device=device).expand(batch, -1)
+            law = probs(output, slots, layout, sampling, decoder.guidance(run, slots))
+            verdict = decoder.start(run, law)
+        else:
+            state, output = model.open(cond, opening, **room)
+            slots = decoder.predicted_slots(run, opening)
+            law = probs(output, slots, layout, sampling, decoder.guidance(run, slots))
+            verdict = decoder.judge(run, opening, law, output)
+            model.commit(state, verdict.cached(), verdict.path)
+        broken = _note_nan(broken, law, None, 1)
+        _commit(run, verdict, stats, fed=1)
+        run.low = run.high = run.low + verdict.tokens.shape[1]
+        if opening is not None:
+            decoder.advance(run, verdict)
+    running = total > run.low and not (callback and callback(StepInfo(1, total, run.count, run)) is False)
 
     proposal: Proposal | None = None
     while running:
@@ -161,8 +173,8 @@ def decode(
         run.step += 1
         with clock("judge"):
             slots = decoder.predicted_slots(run, proposal)
-            law = probs(output, slots, layout, sampling)
-            broken = _note_nan(broken, law, proposal.live, run.step)
+            law = probs(output, slots, layout, sampling, decoder.guidance(run, slots))
+            broken = _note_nan(broken, law, proposal.take(proposal.live), run.step)
             verdict = decoder.judge(run, proposal, law, output)
         with clock("commit"):
             model.commit(state, verdict.cached(), verdict.path)

@@ -64,7 +64,9 @@ class SamplingParams:
         return cls(**{**defaults, **{k: v for k, v in overrides.items() if v is not None}})
 
 
-def probs(output: ModelOutput, slots: Tensor, layout: Layout, sampling: SamplingParams) -> Tensor:
+def probs(
+    output: ModelOutput, slots: Tensor, layout: Layout, sampling: SamplingParams, guidance: Tensor | None = None
+) -> Tensor:
     """The law of every predicted slot after all processing.
 
     Args:
@@ -72,6 +74,7 @@ def probs(output: ModelOutput, slots: Tensor, layout: Layout, sampling: Sampling
         slots: int64 [B, N] the slot that each output predicts (may lie beyond the layout for padding nodes).
         layout: its forced slots get all mass on code 0.
         sampling: see :class:`SamplingParams`.
+        guidance: float [B, N] scale of each slot in place of ``sampling.guidance_scale``.
 
     Returns:
         float32 [B, N, V], each row summing to 1.
@@ -79,10 +82,10 @@ def probs(output: ModelOutput, slots: Tensor, layout: Layout, sampling: Sampling
     batch, size, vocab = output.logits.shape
     scale: float | Tensor | None = None
     if output.uncond is not None:
-        scale = sampling.guidance_scale
+        scale = sampling.guidance_scale if guidance is None else guidance.flatten()
         if sampling.guidance_interval >= 0:
             guided = slots <= sampling.guidance_interval + 1
-            scale = torch.where(guided, sampling.guidance_scale, 1.0).flatten()
+            scale = torch.where(guided.flatten(), scale, 1.0)
     greedy = sampling.temperature == 0
     law = process_logits(
         output.logits.reshape(-1, vocab),

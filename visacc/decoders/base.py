@@ -70,6 +70,11 @@ class Decoder(ABC):
             raise ValueError(
                 f"decoder {self.name!r} requires {sorted(missing)}, but {model.name} provides {sorted(model.provides)}"
             )
+        if model.only_decoders and self.name not in model.only_decoders:
+            raise ValueError(
+                f"{model.name} does not predict one next token and cannot be driven by decoder {self.name!r};"
+                f" use {' or '.join(map(repr, model.only_decoders))}"
+            )
 
     def max_nodes(self, layout: Layout) -> int:
         """Largest number of nodes of a proposal."""
@@ -83,17 +88,31 @@ class Decoder(ABC):
         self.state = {}
         return gumbel_draw(run, law[:, None], torch.zeros_like(run.samples)[:, None], bound=1)[:, 0]
 
+    def start(self, run: Run, law: Tensor) -> Verdict:
+        """Choose what the prompt predicts, from the laws [B, M, V] of slots 0..M-1 (M = 1 for next-token models)."""
+        first = self.begin(run, law[:, 0])[:, None]
+        return Verdict(first, torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool))
+
+    def opening(self, run: Run) -> Proposal | None:
+        """Nodes to feed together with the prompt, for decoders that choose which slots come first; such a decoder resets
+        itself here, and :meth:`judge` also sees the opening. ``None``: the prompt predicts slot 0."""
+        return None
+
+    def guidance(self, run: Run, slots: Tensor) -> Tensor | None:
+        """Guidance scale float [B, M] of each predicted slot; ``None`` for the one of the sampling parameters."""
+        return None
+
     @abstractmethod
     def propose(self, run: Run) -> Proposal:
         """Tokens for the next forward."""
 
     def predicted_slots(self, run: Run, proposal: Proposal) -> Tensor:
-        """int64 [B, N] slot that each node's output predicts: the one after the node."""
-        return proposal.positions + 1
+        """int64 [B, M] slot that each output predicts: the one after its node."""
+        return proposal.take(proposal.positions) + 1
 
     @abstractmethod
     def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
-        """Decide what stands, given the laws [B, N, V]."""
+        """Decide what stands, given the laws [B, M, V] of the outputs."""
 
     def advance(self, run: Run, verdict: Verdict) -> None:  # noqa: B027 - optional hook
         """Called after the commit, with the counts already advanced."""
