@@ -88,7 +88,7 @@ class Jacobi(Decoder):
 
     def begin(self, run: Run, law: Tensor) -> Tensor:
         first = super().begin(run, law)
-        self._fill = WindowInit(self.init, run.layout, run.device, uniform_q=self.uniform_q)
+        self._fill = WindowInit(self.init, run.layout, law, uniform_q=self.uniform_q)
         size = self.max_nodes(run.layout) - 1
         if self._fill.keeps_laws:
             laws = law.new_zeros(run.batch, run.total, run.layout.vocab)
@@ -124,7 +124,8 @@ class Jacobi(Decoder):
         size = proposal.size
         slots = self.predicted_slots(run, proposal)
         inside = slots.clamp(max=run.total - 1)
-        n_draft = (run.total - run.count).clamp(min=0, max=size - 1)
+        # the last slot of all is never fed, so its draft is never tested: it is drawn when everything before stands
+        n_draft = (run.total - 1 - run.count).clamp(min=0, max=size - 1)
         fresh = self._fresh_tokens(run, law, inside, n_draft)
         drafts, onehot, q = self.state["drafts"], self.state["onehot"], self.state["q"]
         assert drafts is not None and onehot is not None
@@ -140,6 +141,7 @@ class Jacobi(Decoder):
             u=run.noise.uniform(rng.ACCEPT, tested, run.step) if self._ratio_test else None,
             U=run.noise.integer(rng.RESIDUAL, tested, run.step) if self._ratio_test else None,
             match=not self._ratio_test,
+            unbroken=self.coupling == "maximal",
         )
         accepted = verdict.n_accepted[:, None]
         order = torch.arange(size, device=run.device)

@@ -40,13 +40,15 @@ class WindowInit:
             (``repeat``) or whose stored law is sampled (``sample``). A neighbour that is itself fresh is replaced by its
             own neighbour, and so on, until a slot with a known token or law; where the grid has no such neighbour, the
             slot before stands in.
+        like: a law, for its device and dtype.
         uniform_q: whether ``random`` records the uniform law (better, and legal) or one-hot (as the original programs).
     """
 
-    def __init__(self, scheme: str, layout: Layout, device: torch.device, *, uniform_q: bool = True) -> None:
+    def __init__(self, scheme: str, layout: Layout, like: Tensor, *, uniform_q: bool = True) -> None:
         if scheme not in INITS:
             raise ValueError(f"unknown window initialisation {scheme!r}; choose one of {', '.join(INITS)}")
         self.scheme, self.uniform_q = scheme, uniform_q
+        device, self.dtype = like.device, like.dtype
         self.forced = None
         if layout.forced_ids is not None:
             self.forced = (layout.forced_ids >= 0).to(device)
@@ -85,7 +87,7 @@ class WindowInit:
             tokens = (word * vocab) >> 32
             if not (want_q and self.uniform_q):
                 return tokens, every, None
-            q = torch.full((1, 1, 1), 1 / vocab, device=slots.device).expand(*slots.shape, vocab)
+            q = torch.full((1, 1, 1), 1 / vocab, dtype=self.dtype, device=slots.device).expand(*slots.shape, vocab)
             return tokens, none, q
         source = self._resolve(slots, first)
         if not self.keeps_laws:

@@ -1,0 +1,101 @@
+"""The command line: ``visacc generate``, ``visacc list`` and the sub-commands of the other parts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from visacc import __version__
+
+app = typer.Typer(
+    name="visacc",
+    help="Fast, exact decoding for visual autoregressive models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"visacc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_command(
+    what: str = typer.Argument("all", help="all, decoders or models."),
+) -> None:
+    """Show the registered decoders (lossless or lossy) and models."""
+    from visacc.load import known_models
+    from visacc.registry import decoder_entries
+
+    if what not in ("all", "decoders", "models"):
+        raise ValueError(f"'visacc list' takes all, decoders or models, not {what!r}")
+    if what != "models":
+        table = Table("decoder", "output", "options", "what it does", "from", title="Decoders", title_justify="left")
+        for entry in decoder_entries():
+            options = ", ".join(f"{k}={v}" for k, v in entry.options.items())
+            exact = "lossless" if entry.cls.lossless else "lossy"
+            table.add_row(entry.name, exact, options, entry.cls.summary, entry.package)
+        console.print(table)
+    if what != "decoders":
+        table = Table("model", "what it is", title="Models", title_justify="left")
+        for name, text in known_models().items():
+            table.add_row(name, text)
+        console.print(table)
+
+
+def _mount() -> None:
+    """Attach the sub-commands. They import their heavy parts when they run, not here."""
+    from visacc.generate_cli import generate
+
+    app.command("generate")(generate)
+    for name, module in _SUB_APPS.items():
+        app.add_typer(importlib.import_module(module).app, name=name)
+
+
+_SUB_APPS: dict[str, str] = {}
+
+_mount()
+
+
+def main(args: list[str] | None = None) -> None:
+    """Console entry point. Bad input ends in one clear line and exit code 2."""
+    command: Any = typer.main.get_command(app)
+    try:
+        code = command(args, prog_name="visacc", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.Abort:
+        _fail("interrupted", 130)
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        if os.environ.get("VISACC_DEBUG"):
+            raise
+        _fail(" ".join(str(error).split()) or type(error).__name__, 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"visacc: error: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,85 @@
+"""Pictures about a generation: contact sheet and commit-order heat map. Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+_VIRIDIS = np.array(
+    [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [110, 206, 88], [181, 222, 43], [253, 231, 37]],
+    dtype=np.float64,
+)
+
+
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` on a temporary neighbour of ``path`` and rename it into place when it has succeeded."""
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def save_image(image: Image.Image, path: Path) -> None:
+    write_atomic(path, image.save)
+
+
+def save_json(data: Any, path: Path) -> None:
+    write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=2) + "\n"))
+
+
+def contact_sheet(images: list[Image.Image], columns: int | None = None, cell: int = 128, gap: int = 4) -> Image.Image:
+    """All images on one sheet, scaled to at least ``cell`` pixels without smoothing small ones away."""
+    width, height = images[0].size
+    factor = max(1, cell // max(width, height))
+    size = (width * factor, height * factor)
+    columns = columns or min(len(images), max(1, round(len(images) ** 0.5 + 0.49)))
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * (size[0] + gap) + gap, rows * (size[1] + gap) + gap), "white")
+    for i, image in enumerate(images):
+        corner = (gap + i % columns * (size[0] + gap), gap + i // columns * (size[1] + gap))
+        sheet.paste(image.convert("RGB").resize(size, Image.Resampling.NEAREST), corner)
+    return sheet
+
+
+def colourise(values: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1] -> uint8 RGB by the viridis map."""
+    place = np.clip(values, 0, 1) * (len(_VIRIDIS) - 1)
+    low = np.minimum(place.astype(int), len(_VIRIDIS) - 2)
+    part = (place - low)[..., None]
+    return (_VIRIDIS[low] * (1 - part) + _VIRIDIS[low + 1] * part).round().astype(np.uint8)
+
+
+def commit_map(image: Image.Image, steps: np.ndarray, side: int = 384) -> Image.Image:
+    """The picture beside the map of which step committed each token.
+
+    Args:
+        steps: int [H, W] step per grid cell (0 = never committed).
+    """
+    last = max(int(steps.max()), 1)
+    heat = Image.fromarray(colourise((steps - 1) / max(last - 1, 1))).resize((side, side), Image.Resampling.NEAREST)
+    shown = image.convert("RGB").resize((side, side), Image.Resampling.NEAREST)
+    bar, gap, foot = 16, 12, 34
+    canvas = Image.new("RGB", (2 * side + bar + 5 * gap + 24, side + 2 * gap + foot), "white")
+    canvas.paste(shown, (gap, gap))
+    canvas.paste(heat, (2 * gap + side, gap))
+    scale = colourise(np.linspace(1, 0, side)[:, None].repeat(bar, 1))
+    left = 3 * gap + 2 * side
+    canvas.paste(Image.fromarray(scale), (left, gap))
+    pen = ImageDraw.Draw(canvas)
+    pen.text((left + bar + 4, gap), str(last), fill="black")
+    pen.text((left + bar + 4, gap + side - 12), "1", fill="black")
+    done = int((steps > 0).sum())
+    pen.text(
+        (gap, side + 2 * gap),
+        f"step that committed each token: {done} tokens in {last} steps ({done / last:.2f} tokens a step)",
+        fill="black",
+    )
+    return canvas
