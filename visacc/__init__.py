@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 __version__ = "0.1.0"
 
@@ -11,3 +13,19 @@ __version__ = "0.1.0"
 _root = _Path(__file__).resolve().parent.parent
 if not (_Path(__file__).parent / "models").exists() and (_root / "models" / "__init__.py").exists():
     __path__.append(str(_root))
+
+_EXPORTS = {
+    "load": "visacc.load",
+    "TextToImagePipeline": "visacc.pipeline",
+    "Decoder": "visacc.decoders",
+    "SamplingParams": "visacc.sampling",
+}
+
+__all__ = ["Decoder", "SamplingParams", "TextToImagePipeline", "__version__", "load"]
+
+
+def __getattr__(name: str) -> _Any:
+    """Import on first use: ``import visacc`` alone stays quick."""
+    if name in _EXPORTS:
+        return getattr(_import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'visacc' has no attribute {name!r}")

@@ -1,0 +1,123 @@
+"""Finding and loading a model by name, folder, file or hub id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visacc.decoders.base import Decoder
+from visacc.models.base import ImageModel
+from visacc.pipeline import TextToImagePipeline
+from visacc.registry import model_plugins, unknown
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    name_or_path: str | Path = "shapes-t2i",
+    decoder: str | Decoder = "ar",
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    image_size: int | None = None,
+    model_options: dict[str, Any] | None = None,
+    **decoder_options: Any,
+) -> TextToImagePipeline:
+    """Load a model and return a pipeline with the given decoder.
+
+    Args:
+        name_or_path: a name that ``visacc list models`` shows, a folder or file with a checkpoint, or a Hugging Face hub
+            id.
+        decoder: name or object; its options follow as keyword arguments (``window=32``).
+        device: default is the first GPU, else the CPU.
+        dtype: default float32 on a CPU and bfloat16 on a GPU.
+        image_size: pixels, for models of several sizes.
+        model_options: passed to the family's own loader (e.g. ``{"vq": file}`` for LlamaGen).
+
+    Raises:
+        ValueError: unknown names, files that do not fit the request, bad options. Says what would be right.
+    """
+    model = load_model(
+        name_or_path, device=device, dtype=dtype, image_size=image_size, **(model_options or {})
+    )
+    return TextToImagePipeline(model, decoder, **decoder_options)
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    image_size: int | None = None,
+    **options: Any,
+) -> ImageModel:
+    """The adapter alone; see :func:`load`."""
+    where = _device(device)
+    number = _dtype(dtype, where)
+    name = str(name_or_path)
+    common = {"device": where, "dtype": number, "image_size": image_size}
+    from visacc.models import llamagen
+    from visacc.models.shapes import EMBEDDED
+
+    if name in EMBEDDED:
+        return EMBEDDED[name](**common, **options)
+    if name in llamagen.RELEASED or _is_llamagen(Path(name)):
+        return llamagen.load(name, **common, **options)
+    plugins = model_plugins()
+    if name in plugins:
+        return plugins[name](name, **common, **options)
+    if Path(name).exists() or name.count("/") == 1:
+        from visacc.models.hf import load_hf
+
+        return load_hf(name, device=where, dtype=number, size=image_size, **options)
+    raise unknown("model", name, known_models())
+
+
+def known_models() -> dict[str, str]:
+    """Names that :func:`load` knows, with a line about each."""
+    from visacc.models.llamagen import RELEASED
+    from visacc.models.shapes import EMBEDDED
+
+    found = {name: (loader.__doc__ or "").strip().splitlines()[0] for name, loader in EMBEDDED.items()}
+    found |= {name: str(entry) for name, entry in RELEASED.items() if entry.kind != "vq"}
+    return found | dict.fromkeys(model_plugins(), "added by a plug-in")
+
+
+def _is_llamagen(path: Path) -> bool:
+    """A single checkpoint file, or a folder in the LlamaGen layout (no transformers ``model_type``)."""
+    if path.is_file():
+        return True
+    if not path.is_dir():
+        return False
+    config = path / "config.json"
+    if config.is_file():
+        try:
+            return "model_type" not in json.loads(config.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{config} is not valid JSON") from None
+    return True
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but PyTorch sees no GPU here; use device='cpu'")
+    return found
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise unknown("dtype", dtype, DTYPES)
+        return DTYPES[dtype]
+    return dtype
