@@ -26,6 +26,12 @@ def dtype(name: str, a: Tensor, wanted: torch.dtype) -> None:
         raise ValueError(f"{name} must be {wanted}, got {a.dtype}")
 
 
+def law_dtype(name: str, a: Tensor) -> None:
+    """Laws are float32. float64 is let through for proofs; it always takes the reference."""
+    if a.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} must be torch.float32, got {a.dtype}")
+
+
 def per_row(name: str, a: Tensor | float | None, rows: int, above: float | None) -> None:
     """A number (checked) or a tensor [rows] (values unchecked: looking would synchronise)."""
     if isinstance(a, Tensor):

@@ -62,6 +62,8 @@ def choose(backend: str | None, tensors: tuple[Any, ...]) -> str:
     if backend == "reference":
         return backend
     first = next(t for t in tensors if isinstance(t, Tensor))
+    if first.dtype == torch.float64:
+        return "reference"
     if backend == "triton":
         if not triton_installed():
             raise ValueError("kernel backend 'triton' was asked for but triton is not installed")

@@ -13,6 +13,7 @@ from visacc.kernels import checks
 from visacc.kernels.dispatch import choose, launcher
 from visacc.kernels.reference import chain as _chain
 from visacc.kernels.reference import logits as _logits
+from visacc.kernels.reference import relaxed as _relaxed
 from visacc.kernels.reference import sampling as _sampling
 
 
@@ -67,7 +68,7 @@ def draw(weights: Tensor, U: Tensor, fallback: Tensor | None = None, *, backend:
     w = round(weights 2**39); r = floor(U sum(w) / 2**32); token = min {v : prefix_sum(w)_v > r}. The law of
     the output is off by at most V 2**-40 in total variation.
     """
-    checks.dtype("weights", weights, torch.float32)
+    checks.law_dtype("weights", weights)
     checks.shape("weights", weights, ("R", "V"), R := weights.shape[0], V := weights.shape[-1])
     checks.shape("U", U, ("R",), R)
     checks.dtype("U", U, torch.int64)
@@ -143,7 +144,7 @@ def chain_verify(
     """
     B, N, V = p.shape
     D = draft.shape[1]
-    checks.dtype("p", p, torch.float32)
+    checks.law_dtype("p", p)
     if D not in (N - 1, N):
         raise ValueError(f"draft must have N-1={N - 1} or N={N} columns, got {D}")
     checks.shape("draft", draft, ("B", "D"), B, D)
@@ -199,3 +200,56 @@ def window_resample(
         backend=backend,
     )
     return kept[:, 0], tokens[:, 0]
+
+
+def neighbour_mass(p: Tensor, companions: Tensor, bound: Tensor, *, backend: str | None = None) -> Tensor:
+    """LANTERN's m(x): the largest prefix sum of p over the companions that stays within the bound.
+
+    p: float32 [..., V]. companions: int32 [..., K] ids of the neighbours, nearest first, -1 = none (adds
+    nothing). bound: float32 [...]. Returns float32 [...]: max {c_j : c_j <= bound}, c_j = p[companions[0]]
+    + ... + p[companions[j]], or 0. The sum stops at the first violation, it does not skip heavy neighbours.
+    """
+    lead, K = p.shape[:-1], companions.shape[-1]
+    checks.law_dtype("p", p)
+    checks.shape("companions", companions, ("...",) * len(lead) + ("K",), *lead, K)
+    checks.shape("bound", bound, ("...",) * len(lead), *lead)
+    checks.same_device(p, companions, bound)
+    if choose(backend, (p,)) == "triton":
+        flat = launcher("relaxed").neighbour_mass(
+            p.reshape(-1, p.shape[-1]), companions.reshape(-1, K), bound.reshape(-1)
+        )
+        return flat.view(lead)
+    return _relaxed.neighbour_mass(p, companions, bound)
+
+
+def group_sums(
+    p: Tensor,
+    q: Tensor | None,
+    x: Tensor,
+    onehot: Tensor | None,
+    embedding: Tensor,
+    size: int,
+    prob_threshold: float,
+    distance_threshold: float,
+    *,
+    official_edges: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GSD's p(G) and q(G), float32 [R] each: masses of the dynamic group of x under p and q.
+
+    p, q: float32 [R, V]; x: int64 [R]; onehot: bool [R], rows whose q is the point mass on x (all if q is
+    None). embedding: [V, d]. The group is x and those of the `size` - 1 ids around it in the ascending
+    order of (p, id) that satisfy |p(y) - p(x)| < prob_threshold and |e(y) - e(x)|^2 < distance_threshold.
+    Only ids with p > 0 take part, and p(x) = 0 gives p(G) = 0. `official_edges` reproduces the original's
+    window at the ends of the order.
+    """
+    checks.law_dtype("p", p)
+    checks.shape("x", x, ("R",), R := p.shape[0])
+    checks.optional("q", q, ("R", "V"), R, p.shape[1])
+    checks.optional("onehot", onehot, ("R",), R)
+    checks.shape("embedding", embedding, ("V", "d"), p.shape[1], embedding.shape[-1])
+    checks.same_device(p, q, x, onehot, embedding)
+    given = (p, q, x, onehot, embedding, size, prob_threshold, distance_threshold)
+    if choose(backend, (p,)) == "triton" and not official_edges:
+        return launcher("relaxed").group_sums(*given)
+    return _relaxed.group_sums(*given, official_edges)

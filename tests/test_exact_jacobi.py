@@ -12,12 +12,13 @@ from toy import TableModel
 import visacc.decoders.base as decoder_base
 import visacc.decoders.jacobi as jacobi_module
 import visacc.decoders.window_init as init_module
-import visacc.verify.chain as chain_module
+import visacc.kernels.reference.chain as chain_module
 from visacc.decoders import AR, Jacobi
 from visacc.engine import Run, _commit, decode
 from visacc.models.base import ModelOutput
 from visacc.sampling import SamplingParams, probs
 from visacc.stats import DecodeStats
+from visacc.verify import EXACT, Rule
 
 pytestmark = pytest.mark.exact
 
@@ -64,7 +65,7 @@ class Script:
             self.high = self.high.scatter(1, slot, new_high)
         return tokens
 
-    def accept(self, p, q, drafts, onehot, u):
+    def accept(self, p, q, drafts, onehot):
         bits = self.take(drafts.shape[1]).bool()
         p_x = p.gather(2, drafts[..., None])[..., 0]
         q_x = torch.ones_like(p_x) if q is None else q.gather(2, drafts[..., None])[..., 0]
@@ -73,16 +74,22 @@ class Script:
         ratio = torch.where(p_x >= q_x, torch.ones_like(ratio), ratio)
         self.weight = self.weight * torch.where(bits, ratio, 1 - ratio).prod(1)
         u = torch.where(bits, torch.zeros_like(ratio), torch.full_like(ratio, 1 - 2.0**-24))
-        passed = chain_module.ExactRule().accept(p, q, drafts, onehot, u)
+        passed = EXACT.accept(p, q, drafts, onehot, u)
         assert bool((passed == bits)[self.weight > 1e-6].all())
         return bits
 
 
-class ScriptedRule:
+class ScriptedRule(Rule):
+    """Passes the drafts that the script says: 0 < 1 accepts and 0 < 0 rejects, the uniforms being 0."""
+
     lossless = True
 
     def __init__(self, script: Script) -> None:
-        self.accept = script.accept
+        self.script = script
+
+    def chain_ratio(self, p, q, drafts, onehot):
+        bits = self.script.accept(p, q, drafts, onehot)
+        return bits.float(), torch.ones_like(bits, dtype=torch.float32)
 
 
 class ScriptedNoise:
@@ -109,10 +116,16 @@ class ScriptedNoise:
 
 
 def _product(base: list[int]) -> torch.Tensor:
-    return torch.cartesian_prod(*[torch.arange(b) for b in base]).view(-1, len(base)) if base else torch.zeros(1, 0).long()
+    return (
+        torch.cartesian_prod(*[torch.arange(b) for b in base]).view(-1, len(base))
+        if base
+        else torch.zeros(1, 0).long()
+    )
 
 
-def enumerate_law(model: TableModel, decoder: Jacobi, top_k: int, monkeypatch) -> dict[tuple[int, ...], float]:
+def enumerate_law(
+    model: TableModel, decoder: Jacobi, top_k: int, monkeypatch
+) -> dict[tuple[int, ...], float]:
     """Output law of the real decoder code, with every random draw branched."""
     layout, vocab = model.layout, model.layout.vocab
     script = Script(vocab)
@@ -212,7 +225,11 @@ def enumerate_law(model: TableModel, decoder: Jacobi, top_k: int, monkeypatch) -
     raise AssertionError("the decoder did not finish in the largest possible number of steps")
 
 
-CASES = [(c, i, u) for c in ("independent", "maximal", "gumbel") for i, u in (("random", True), ("random", False), ("repeat_left", True))]
+CASES = [
+    (c, i, u)
+    for c in ("independent", "maximal", "gumbel")
+    for i, u in (("random", True), ("random", False), ("repeat_left", True))
+]
 CASES += [("gumbel-exact", "random", True), ("gumbel-exact", "repeat_above", True)]
 CASES += [("maximal", i, True) for i in ("repeat_above", "sample_left", "sample_above")]
 
@@ -235,7 +252,9 @@ def test_law_is_exact_by_enumeration(coupling, init, uniform_q, top_k, monkeypat
     assert max(abs(found.get(k, 0) - expected.get(k, 0)) for k in keys) < 1e-12
 
 
-@pytest.mark.parametrize(("coupling", "window"), [("independent", 1), ("maximal", 5), ("independent", 4), ("gumbel", 4)])
+@pytest.mark.parametrize(
+    ("coupling", "window"), [("independent", 1), ("maximal", 5), ("independent", 4), ("gumbel", 4)]
+)
 def test_law_is_exact_for_other_windows(coupling, window, monkeypatch):
     model = TableModel(2, 4, width=4, seed=5, std=1.5, dtype=torch.float64)
     found = enumerate_law(model, Jacobi(window, coupling), 0, monkeypatch)
@@ -289,7 +308,9 @@ def chi_square(model: TableModel, decoder, sampling: SamplingParams, count: int 
 
     law = model.law(processed)
     base = model.layout.vocab ** torch.arange(model.layout.total - 1, -1, -1)
-    observed = torch.bincount((result.sequence * base).sum(1), minlength=model.layout.vocab**model.layout.total)
+    observed = torch.bincount(
+        (result.sequence * base).sum(1), minlength=model.layout.vocab**model.layout.total
+    )
     expected = torch.zeros(len(observed), dtype=torch.float64)
     for key, mass in law.items():
         expected[int((torch.tensor(key) * base).sum())] = mass * count
@@ -380,7 +401,9 @@ def test_greedy_limit_is_greedy_ar(coupling):
 def test_samples_of_a_batch_are_independent():
     """Neighbouring samples share no noise: equal tokens at a slot are as frequent as two independent draws say."""
     model = TableModel(4, 6, seed=1, std=0.0)
-    sequence = decode(model, Jacobi(4, "gumbel"), model.encode([""] * 8000), SamplingParams(), list(range(8000))).sequence
+    sequence = decode(
+        model, Jacobi(4, "gumbel"), model.encode([""] * 8000), SamplingParams(), list(range(8000))
+    ).sequence
     equal = (sequence[0::2] == sequence[1::2]).double().mean(0)
     # binomial(4000, 1/4): sd 0.0068; 6 slots, two-sided 5 sd: false alarm 3e-6
     assert bool(((equal - 0.25).abs() < 5 * 0.00685).all())

@@ -51,6 +51,8 @@ def chain_verify(
     """See `visacc.kernels.chain_verify`."""
     B, N = p.shape[:2]
     D = draft.shape[1]
+    if D == 0 and fresh is not None:
+        return draft.new_zeros(B), draft.bool(), fresh.clone()
     slots = torch.arange(N, device=p.device)
     rows = torch.arange(B, device=p.device)
     if numerator is None or denominator is None:

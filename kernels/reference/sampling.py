@@ -27,11 +27,11 @@ def scaled_rank(U: Tensor, total: Tensor) -> Tensor:
 
 def draw(weights: Tensor, U: Tensor, fallback: Tensor | None = None) -> Tensor:
     """See `visacc.kernels.draw`."""
-    w = integer_weights(weights)
     if fallback is not None:
-        empty = w.sum(1, keepdim=True) == 0
-        w = torch.where(empty, integer_weights(fallback), w)
-    cdf = w.cumsum(1)
+        # Exactly the rows whose integer weights are all zero: round(w 2**39) = 0 iff w < 2**-40.
+        empty = weights.amax(1, keepdim=True) < 0.5 / WEIGHT_SCALE
+        weights = torch.where(empty, fallback, weights)
+    cdf = integer_weights(weights).cumsum(1)
     total = cdf[:, -1]
     rank = scaled_rank(U, total)
     # The first id whose prefix sum exceeds the rank; ids of weight zero can never be it.
