@@ -24,8 +24,8 @@ GPT_FILE, VQ_FILE, TEXT_FOLDER, SETTINGS_FILE = "gpt.safetensors", "vq.safetenso
 class LlamaGen(ImageModel):
     """A LlamaGen GPT with its tokenizer and, for text prompts, its text encoder.
 
-    Guidance runs the null condition as a second row per sample, with the *same* caption mask as the prompt: so
-    the models were trained.
+    Guidance runs the null condition as a second row per sample, with the *same* caption mask as the prompt,
+    because the models were trained so.
 
     Args:
         gpt, vq: the two networks; their code counts must agree.
@@ -254,7 +254,7 @@ def _gpt_path(name_or_path: str | Path) -> Path:
         return path
     if not path.is_dir():
         released = ", ".join(e.name for e in RELEASED.values() if e.kind != "vq")
-        raise ValueError(f"{name_or_path} is no file, no folder and no released LlamaGen model ({released})")
+        raise ValueError(f"{name_or_path} is neither a file, a folder nor a released model ({released})")
     names = [GPT_FILE, *(e.file for e in RELEASED.values() if e.kind != "vq")]
     found = [path / name for name in names if (path / name).is_file()]
     if len(found) > 1:
@@ -265,7 +265,7 @@ def _gpt_path(name_or_path: str | Path) -> Path:
 
 
 def _vq_path(gpt_path: Path, given: str | Path | None) -> Path:
-    """The tokenizer: as given (file or released name), beside the GPT, or the released one that belongs to it."""
+    """The tokenizer: as given (file or released name), beside the GPT, or the released one for it."""
     if given is not None:
         return fetch(str(given)) if str(given) in RELEASED else Path(given)
     known = released_file(gpt_path)

@@ -268,12 +268,16 @@ def load_gpt(
         downsample: pixels per token along a side of the tokenizer that goes with it.
     """
     path = Path(path)
+    known = released_file(path)
+    if (
+        known is not None and known.kind != "vq"
+    ):  # contradictions in the request show before gigabytes are read
+        _block_size(path, known, {}, image_size, downsample)
     state, stored = read_state(path, allow_training_state=allow_training_state)
     what = describe(state)
     if "GPT" not in what:
         hint = "; load it with load_vq" if "tokenizer" in what else ""
         raise ValueError(f"{path} is {what}, a LlamaGen GPT is needed{hint}")
-    known = released_file(path)
     if known is not None and f"GPT-{known.size}" not in what.split():
         raise ValueError(f"{path} has the name of {known} but holds {what}")
     found = "t2i" if "text-conditional" in what else "c2i"
