@@ -90,7 +90,8 @@ class DecodeResult:
     stats: DecodeStats
 
 
-@torch.inference_mode()
+# not inference_mode: tables that a model caches on first use would be unusable in later training
+@torch.no_grad()
 def decode(
     model: ImageModel,
     decoder: Decoder,

@@ -182,7 +182,7 @@ class TextToImagePipeline:
         images = codes if output_type == "codes" else self._output(torch.cat(pixels), output_type)
         return ImageOutput(images, codes, seeds[: len(codes)], stats, settings)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _decode(self, codes: Tensor) -> Tensor:
         return self.model.decode(codes)
 

@@ -26,7 +26,7 @@ def forward_costs(
     windows = tuple(w for w in windows if w <= layout.total)
     cond = model.dummy_conditioning(batch)
     seconds: dict[int, list[float]] = {w: [] for w in windows}
-    with torch.inference_mode():
+    with torch.no_grad():
         state, _ = model.prefill(cond, guidance=guided, window=max(windows))
         start = layout.total // 2
         state.lengths = torch.full_like(state.lengths, start)

@@ -53,6 +53,8 @@ class Jacobi(Decoder):
         ValueError: unknown switch, window below 1, or a relaxed rule with ``gumbel-exact`` (which has no ratio test).
     """
 
+    lossless = True
+
     def __init__(
         self,
         window: int = 32,
