@@ -124,7 +124,7 @@ def _some(names: Iterable[str], limit: int = 8) -> str:
 
 def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     if name not in state:
-        raise ValueError(f"the file is incomplete: {describe(state)} without {name}")
+        raise ValueError(f"incomplete: {describe(state)} without {name}")
     return tuple(state[name].shape)
 
 
@@ -287,7 +287,10 @@ def load_gpt(
     if config is not None:
         stored = asdict(config)
     block_size = _block_size(path, known, stored, image_size, downsample)
-    config = infer_gpt_config(state, stored, block_size)
+    try:
+        config = infer_gpt_config(state, stored, block_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = GPT(config)
     _check_keys(path, model, state, f"{what} as it should be")
@@ -334,7 +337,11 @@ def load_vq(
         hint = "; load it with load_gpt" if "GPT" in what else ""
         raise ValueError(f"{path} is {what}, a LlamaGen VQ tokenizer is needed{hint}")
     state.pop("quantize.codebook_used", None)  # usage statistics of the training
+    try:
+        config = infer_vq_config(state, stored)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     with torch.device("meta"):
-        model = VQModel(infer_vq_config(state, stored))
+        model = VQModel(config)
     _check_keys(path, model, state, "the tokenizer its first layers describe")
     return _fill(model, state, torch.float32, device)
