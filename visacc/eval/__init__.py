@@ -1,0 +1,1 @@
+"""Evaluation runs: generate with any decoder, score, tabulate; resumable and sharded."""
