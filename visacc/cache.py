@@ -42,6 +42,7 @@ def window_mask(state: DecodeState, proposal: Proposal) -> Tensor:
     slot = torch.arange(state.limit - state.prefix, device=state.device)
     if proposal.context is not None and proposal.context.ndim == 3:
         image = proposal.context[..., : slot.numel()]
+        image = torch.nn.functional.pad(image, (0, slot.numel() - image.shape[2]))
     elif proposal.visible is None and proposal.context is None:
         image = slot <= address[..., None]
     else:

@@ -23,6 +23,7 @@ _DECODERS = {
     "ar": "visacc.decoders.ar:AR",
     "sjd": "visacc.decoders.jacobi:SJD",
     "mc-sjd": "visacc.decoders.jacobi:MCSJD",
+    "zipar": "visacc.decoders.zipar:ZipAR",
 }
 
 

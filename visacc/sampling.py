@@ -74,7 +74,7 @@ def probs(
         slots: int64 [B, N] the slot that each output predicts (may lie beyond the layout for padding nodes).
         layout: its forced slots get all mass on code 0.
         sampling: see :class:`SamplingParams`.
-        guidance: float [B, N] scale of each slot in place of ``sampling.guidance_scale``.
+        guidance: float [B, N] scale of each slot in place of ``sampling``'s scale and interval.
 
     Returns:
         float32 [B, N, V], each row summing to 1.
@@ -83,9 +83,9 @@ def probs(
     scale: float | Tensor | None = None
     if output.uncond is not None:
         scale = sampling.guidance_scale if guidance is None else guidance.flatten()
-        if sampling.guidance_interval >= 0:
+        if guidance is None and sampling.guidance_interval >= 0:
             guided = slots <= sampling.guidance_interval + 1
-            scale = torch.where(guided.flatten(), scale, 1.0)
+            scale = torch.where(guided.flatten(), sampling.guidance_scale, 1.0)
     greedy = sampling.temperature == 0
     law = process_logits(
         output.logits.reshape(-1, vocab),
