@@ -8,6 +8,7 @@ two relations of one sentence are named in alphabetical order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,18 +22,9 @@ Metadata = Mapping[str, Any]
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
+_DATA = Path(__file__).parent / "data"
 # COCO's 80 things in contiguous order, with GenEval's own spelling of nine of them
-CLASSES = tuple(
-    """person;bicycle;car;motorcycle;airplane;bus;train;truck;boat;traffic light;fire hydrant;stop
-    sign;parking meter;
-    bench;bird;cat;dog;horse;sheep;cow;elephant;bear;zebra;giraffe;backpack;umbrella;handbag;tie;suitcase;frisbee;skis;
-    snowboard;sports ball;kite;baseball bat;baseball glove;skateboard;surfboard;tennis racket;bottle;wine
-    glass;cup; fork;knife;spoon;bowl;banana;apple;sandwich;orange;broccoli;carrot;hot
-    dog;pizza;donut;cake;chair;couch; potted plant;bed;dining table;toilet;tv;laptop;computer mouse;tv
-    remote;computer keyboard;cell phone;microwave;oven;
-    toaster;sink;refrigerator;book;clock;vase;scissors;teddy bear;hair drier;toothbrush
-    """
-)
+CLASSES = tuple((_DATA / "object_names.txt").read_text(encoding="utf-8").splitlines())
 
 
 @dataclass(frozen=True)
@@ -214,7 +206,5 @@ def evaluate(
 @cache
 def official_prompts() -> tuple[Metadata, ...]:
     """The 553 prompts with their metadata, in official order (MIT licence, see data/NOTICE)."""
-    import json
-
-    path = Path(__file__).parent / "data" / "evaluation_metadata.jsonl"
-    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    text = (_DATA / "evaluation_metadata.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in text.splitlines())
