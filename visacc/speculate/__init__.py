@@ -1,0 +1,1 @@
+"""Speculative decoding for vision-language models: drafters, token trees, the decode loop, captioning."""

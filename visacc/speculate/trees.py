@@ -1,0 +1,447 @@
+"""Tree policies: which tokens a drafter offers. They use only the drafter's session, so every policy runs on
+every drafter.
+
+A policy returns ``Grown``: slot 0 is the root, parents precede children, and every row of the batch has the
+same number of slots (dead ones are marked).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visacc.speculate.sampler import DraftSampler
+
+
+class Grower(Protocol):
+    """What a policy needs of a drafter's session (see ``visacc.speculate.drafter.Session``)."""
+
+    def run(
+        self, tokens: Tensor, feature: Tensor, parents: Tensor, depth: Tensor | int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass
+class Grown:
+    """A drafted tree.
+
+    Attributes:
+        tokens, parent, depth: int64 [B, T]; parent -1 and depth 0 at slot 0.
+        live: bool [B, T].
+        score: float32 [B, T] cumulative draft log-probability.
+        kind: "point" (nothing about q is needed to verify) or "without_replacement".
+        q_rows, q_row_of: float32 [B, R, V] laws that children were drawn from, int64 [B, T] which of them a
+            node's children come from (-1 none); only for "without_replacement".
+    """
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    live: Tensor
+    score: Tensor
+    kind: str = "point"
+    q_rows: Tensor | None = None
+    q_row_of: Tensor | None = None
+
+
+class TreePolicy(Protocol):
+    """How a tree is grown. ``slots`` is its width T, root included; ``levels`` the largest depth of a
+    node.
+    """
+
+    slots: int
+    levels: int
+    ahead: int
+
+    def grow(
+        self,
+        session: Grower,
+        root: Tensor,
+        feature: Tensor,
+        logits: Tensor,
+        sampler: DraftSampler | None = None,
+    ) -> Grown:
+        """Grow trees for a batch.
+
+        Args:
+            root: int64 [B]. feature, logits: the drafter's last committed output, [B, D] and [B, V] (K-way
+                heads: [B, K, D] and [B, K, V]).
+            sampler: how to draw when sampling; ``None`` takes the likeliest tokens.
+        """
+
+
+def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the k likeliest tokens of every row, [..., k] each, descending."""
+    lp = logits.log_softmax(-1)
+    return lp.topk(min(k, lp.shape[-1]), dim=-1)
+
+
+def best(score: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest scores per row in ascending index order; ties go to the earlier index.
+
+    The stable order keeps the set closed under parents when a child's score equals its parent's.
+    """
+    return score.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+def assemble(
+    root: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, score: Tensor, kept: Tensor
+) -> Grown:
+    """Renumber the kept recorded nodes behind the root.
+
+    Args:
+        tokens, depth, score: [B, M] of all recorded nodes, in recording order (parents first).
+        parent: int64 [B, M] recorded index of the parent, -1 for the root.
+        kept: int64 [B, T-1] ascending recorded indices; the set must be closed under parents.
+    """
+    batch, total = tokens.shape
+    slot_of = torch.full((batch, total + 1), -1, dtype=torch.int64, device=tokens.device)
+    slots = torch.arange(1, kept.shape[1] + 1, device=tokens.device).expand(batch, -1)
+    slot_of.scatter_(1, kept, slots)
+    slot_of[:, -1] = 0  # index -1 = the root
+
+    def take(x: Tensor) -> Tensor:
+        return x.gather(1, kept)
+
+    up = take(parent)
+    up = slot_of.gather(1, torch.where(up < 0, total, up))
+    value = take(score)
+    zero = torch.zeros_like(root)[:, None]
+    return Grown(
+        torch.cat([root[:, None], take(tokens)], dim=1),
+        torch.cat([zero - 1, up], dim=1),
+        torch.cat([zero, take(depth)], dim=1),
+        torch.cat([zero == 0, value > -torch.inf], dim=1),
+        torch.cat([torch.zeros_like(value[:, :1]), value], dim=1),
+    )
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's context-dependent tree (arXiv 2406.16858).
+
+    ``depth`` times the ``top_k`` best nodes of the last level are run and offer ``top_k`` children each; of
+    all nodes seen the ``budget`` best by cumulative log-probability are verified. Levels = depth + 1. The
+    official ``total_token`` is budget + 1.
+    """
+
+    depth: int = 5
+    top_k: int = 10
+    budget: int = 59
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.top_k < 1 or self.budget < 1:
+            raise ValueError(f"depth must be >= 0, top_k and budget >= 1, got {self}")
+        most = self.top_k + self.depth * self.top_k**2
+        if self.budget > most:
+            raise ValueError(
+                f"budget={self.budget} exceeds the {most} nodes that depth={self.depth} and"
+                f" top_k={self.top_k} can draft"
+            )
+
+    @property
+    def slots(self) -> int:
+        return self.budget + 1
+
+    @property
+    def levels(self) -> int:
+        return self.depth + 1
+
+    def grow(
+        self,
+        session: Grower,
+        root: Tensor,
+        feature: Tensor,
+        logits: Tensor,
+        sampler: DraftSampler | None = None,
+    ) -> Grown:
+        batch = len(root)
+        lp, ids = top_candidates(logits, self.top_k)
+        k = ids.shape[1]
+        rows = torch.arange(batch, device=root.device)[:, None]
+        tokens, parents, scores, depths = [ids], [torch.full_like(ids, -1)], [lp], [torch.ones_like(ids)]
+        beam = torch.arange(k, device=root.device).expand(batch, k)  # recorded indices
+        above = torch.full_like(beam, -1)  # scratch rows of the beam's parents
+        beam_score, beam_tokens = lp, ids
+        feature = feature[:, None].expand(-1, k, -1)
+        for level in range(1, self.depth + 1):
+            out, logits = session.run(beam_tokens, feature, above, level)
+            lp, ids = top_candidates(logits, k)
+            total = beam_score[..., None] + lp  # [B, K, K]
+            base = k + (level - 1) * k * k
+            tokens.append(ids.flatten(1))
+            parents.append(beam[..., None].expand(-1, -1, k).flatten(1))
+            scores.append(total.flatten(1))
+            depths.append(torch.full_like(tokens[-1], level + 1))
+            beam_score, flat = total.flatten(1).topk(k, dim=1)
+            source = flat // k
+            above = (level - 1) * k + source
+            beam, beam_tokens = base + flat, ids.flatten(1).gather(1, flat)
+            feature = out[rows, source]
+        score = torch.cat(scores, dim=1)
+        kept = best(score, min(self.budget, score.shape[1]))
+        return assemble(
+            root, torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(depths, dim=1), score, kept
+        )
+
+
+@dataclass(frozen=True)
+class Chain(DynamicTree):
+    """``length`` tokens one after the other."""
+
+    length: int = 4
+
+    def __init__(self, length: int = 4) -> None:
+        if length < 1:
+            raise ValueError(f"a chain needs length >= 1, got {length}")
+        for name, value in {"depth": length - 1, "top_k": 1, "budget": length, "length": length}.items():
+            object.__setattr__(self, name, value)
+
+
+MC_SIM_7B_63 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+"""EAGLE-1's static tree of 25 nodes; each word is a path of child ranks."""
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed tree of child ranks (EAGLE-1, FLASH): rank r of a node is its r-th candidate.
+
+    When sampling, candidates are drawn without replacement in rank order, so the verifier can use the ratio
+    test.
+    """
+
+    paths: tuple[tuple[int, ...], ...] = tuple(tuple(map(int, word)) for word in MC_SIM_7B_63.split())
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        known = set(self.paths)
+        if len(known) != len(self.paths) or not known:
+            raise ValueError("a static tree needs distinct, non-empty paths")
+        for path in self.paths:
+            if len(path) > 1 and path[:-1] not in known:
+                raise ValueError(f"path {path} has no parent {path[:-1]} in the tree")
+            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                raise ValueError(f"path {path} skips a child rank")
+
+    @property
+    def ordered(self) -> list[tuple[int, ...]]:
+        return sorted(self.paths, key=lambda p: (len(p), p))
+
+    @property
+    def slots(self) -> int:
+        return len(self.paths) + 1
+
+    @property
+    def levels(self) -> int:
+        return max(map(len, self.paths))
+
+    def grow(
+        self,
+        session: Grower,
+        root: Tensor,
+        feature: Tensor,
+        logits: Tensor,
+        sampler: DraftSampler | None = None,
+    ) -> Grown:
+        nodes: list[tuple[int, ...]] = [(), *self.ordered]
+        slot = {path: i for i, path in enumerate(nodes)}
+        width = max(path[-1] for path in nodes[1:]) + 1
+        batch, device = len(root), root.device
+        tokens = root.new_zeros(batch, len(nodes))
+        tokens[:, 0] = root
+        score = logits.new_zeros(batch, len(nodes))
+        live = torch.ones_like(tokens, dtype=torch.bool)
+        laws: list[Tensor] = []
+        law_of = [-1] * len(nodes)
+        row_of: dict[tuple[int, ...], int] = {}
+        frontier: list[tuple[int, ...]] = [()]
+        feats, outs = feature[:, None], logits[:, None]
+        for level in range(1, self.levels + 1):
+            lp, ids, alive, q = (sampler or _LIKELIEST).candidates(outs, width, level)
+            for i, path in enumerate(frontier):
+                if q is not None:
+                    law_of[slot[path]] = len(laws)
+                    laws.append(q[:, i])
+                for rank in range(width):
+                    child = (*path, rank)
+                    if child in slot:
+                        at, up = slot[child], slot[path]
+                        tokens[:, at] = ids[:, i, rank]
+                        score[:, at] = score[:, up] + lp[:, i, rank]
+                        live[:, at] = live[:, up] & alive[:, i, rank]
+            parents = [p for p in nodes if len(p) == level and (*p, 0) in slot]
+            if not parents:
+                break
+            own = torch.tensor([slot[p] for p in parents], device=device)
+            above = torch.tensor([row_of.get(p[:-1], -1) for p in parents], device=device).expand(batch, -1)
+            source = torch.tensor([frontier.index(p[:-1]) for p in parents], device=device)
+            first = len(row_of)
+            feats, outs = session.run(tokens[:, own], feats[:, source], above, level)
+            row_of.update({p: first + i for i, p in enumerate(parents)})
+            frontier = parents
+        parent = torch.tensor([-1] + [slot[p[:-1]] for p in nodes[1:]], device=device).expand(batch, -1)
+        depth = torch.tensor([len(p) for p in nodes], device=device).expand(batch, -1)
+        grown = Grown(tokens, parent, depth, live, score)
+        if laws:
+            grown.kind, grown.q_rows = "without_replacement", torch.stack(laws, dim=1)
+            grown.q_row_of = torch.tensor(law_of, device=device).expand(batch, -1)
+        return grown
+
+
+class _Likeliest:
+    """Deterministic candidates."""
+
+    def candidates(self, logits: Tensor, count: int, level: int) -> tuple[Tensor, Tensor, Tensor, None]:
+        lp, ids = top_candidates(logits, count)
+        if ids.shape[-1] < count:
+            raise ValueError(
+                f"a tree with {count} children per node needs a vocabulary of at least {count} tokens"
+            )
+        return lp, ids, torch.isfinite(lp), None
+
+
+_LIKELIEST = _Likeliest()
+
+
+@dataclass(frozen=True)
+class BlockTree:
+    """Tree over the K independent laws of a semi-autoregressive head (FLASH).
+
+    One drafter row predicts K tokens; given the prefix they are independent, so a node's score is the sum of
+    its log-probabilities. With ``blocks > 1`` the ``beam`` best complete blocks are fed back, K rows at
+    once, and each is continued by another block.
+    """
+
+    ahead: int
+    top_k: int = 4
+    budget: int = 30
+    blocks: int = 1
+    beam: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.ahead, self.top_k, self.budget, self.blocks, self.beam) < 1:
+            raise ValueError(f"all options of a block tree must be >= 1, got {self}")
+
+    @property
+    def slots(self) -> int:
+        return self.budget + 1
+
+    @property
+    def levels(self) -> int:
+        return self.ahead * self.blocks
+
+    def grow(
+        self,
+        session: Grower,
+        root: Tensor,
+        feature: Tensor,
+        logits: Tensor,
+        sampler: DraftSampler | None = None,
+    ) -> Grown:
+        batch = len(root)
+        rec = _Record(batch, root)
+        start = torch.full((batch, 1), -1, dtype=torch.int64, device=root.device)
+        tips = self._block(rec, start, torch.zeros_like(start, dtype=logits.dtype), logits[:, None], 0)
+        feats = feature[:, None]  # [B, 1, K, D] features of the block behind each tip's origin
+        above = start
+        for block in range(1, self.blocks):
+            order = rec.score(tips).topk(min(self.beam, tips.shape[1]), dim=1).indices
+            chosen = tips.gather(1, order)  # recorded indices of complete blocks
+            path = rec.path(chosen, self.ahead)  # [B, n, K]
+            n = chosen.shape[1]
+            origin = rec.origin(path[..., 0])
+            tokens = rec.tokens(path.flatten(1))
+            rows = torch.arange(batch, device=root.device)[:, None]
+            given = feats[rows, origin].flatten(1, 2)  # [B, n K, D]
+            first = session_size(session)
+            inner = first + torch.arange(n * self.ahead, device=root.device) - 1
+            parents = inner.expand(batch, -1).clone()
+            parents[:, :: self.ahead] = above.gather(1, origin)
+            depth = ((block - 1) * self.ahead + 1 + torch.arange(self.ahead, device=root.device)).repeat(n)
+            out, logits = session.run(tokens, given, parents, depth)
+            last = torch.arange(n, device=root.device) * self.ahead + self.ahead - 1
+            above = (first + last).expand(batch, -1)
+            feats = out[:, last]
+            tips = self._block(rec, chosen, rec.score(chosen), logits[:, last], block)
+        score = rec.score()
+        kept = best(score, min(self.budget, score.shape[1]))
+        return assemble(root, rec.all("token"), rec.all("parent"), rec.all("depth"), score, kept)
+
+    def _block(self, rec: _Record, tips: Tensor, score: Tensor, logits: Tensor, block: int) -> Tensor:
+        """Extend tips int64 [B, n] (recorded indices) by K levels with laws [B, n, K, V]; returns the new
+        tips.
+        """
+        batch, n = tips.shape
+        lp, ids = top_candidates(logits, self.top_k)  # [B, n, K, C]
+        k = ids.shape[-1]
+        origin = torch.arange(n, device=tips.device).expand(batch, n)
+        rows = torch.arange(batch, device=tips.device)[:, None]
+        for i in range(self.ahead):
+            level_lp, level_ids = lp[rows, origin, i], ids[rows, origin, i]  # [B, m, C]
+            total = (score[..., None] + level_lp).flatten(1)
+            flat = best(total, min(self.budget, total.shape[1]))
+            score, up = total.gather(1, flat), flat // k
+            origin = origin.gather(1, up)
+            tips = rec.add(
+                level_ids.flatten(1).gather(1, flat),
+                tips.gather(1, up),
+                score,
+                origin,
+                block * self.ahead + i + 1,
+            )
+        return tips
+
+
+def session_size(session: Grower) -> int:
+    return int(getattr(session, "size", 0))
+
+
+class _Record:
+    """Recorded nodes of a growing block tree."""
+
+    def __init__(self, batch: int, root: Tensor) -> None:
+        self.batch, self.device, self.count = batch, root.device, 0
+        self.parts: dict[str, list[Tensor]] = {k: [] for k in ("token", "parent", "score", "origin", "depth")}
+
+    def add(self, token: Tensor, parent: Tensor, score: Tensor, origin: Tensor, depth: int) -> Tensor:
+        m = token.shape[1]
+        values = (token, parent, score, origin, torch.full_like(token, depth))
+        for key, value in zip(self.parts, values, strict=True):
+            self.parts[key].append(value)
+        index = torch.arange(self.count, self.count + m, device=self.device).expand(self.batch, m)
+        self.count += m
+        return index
+
+    def all(self, key: str) -> Tensor:
+        return torch.cat(self.parts[key], dim=1)
+
+    def score(self, index: Tensor | None = None) -> Tensor:
+        value = self.all("score")
+        return value if index is None else value.gather(1, index)
+
+    def tokens(self, index: Tensor) -> Tensor:
+        return self.all("token").gather(1, index)
+
+    def origin(self, index: Tensor) -> Tensor:
+        return self.all("origin").gather(1, index)
+
+    def path(self, tips: Tensor, length: int) -> Tensor:
+        """Recorded indices int64 [B, n, length] of the last ``length`` nodes ending at the tips."""
+        parent, steps = self.all("parent"), [tips]
+        for _ in range(length - 1):
+            steps.append(parent.gather(1, steps[-1]))
+        return torch.stack(steps[::-1], dim=-1)
+
+
+def make_policy(kind: str = "dynamic", **options: Any) -> TreePolicy:
+    """A policy by name: "dynamic", "static", "chain", "block"."""
+    kinds: dict[str, Any] = {"dynamic": DynamicTree, "static": StaticTree, "chain": Chain, "block": BlockTree}
+    if kind not in kinds:
+        raise ValueError(f"unknown tree {kind!r}; known: {', '.join(kinds)}")
+    if "paths" in options:
+        options["paths"] = tuple(tuple(p) for p in options["paths"])
+    return kinds[kind](**options)
