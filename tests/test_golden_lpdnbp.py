@@ -1,0 +1,244 @@
+"""Parity of LPD, NBP, Cosmos and the FVD parts with the outputs of the original programs."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from golden import golden_dir
+from safetensors.torch import load_file
+from torch import Tensor
+
+from visacc.decoders.ar import AR
+from visacc.decoders.lpd import LPD as LPDDecoder
+from visacc.decoders.nbp import NBP as NBPDecoder
+from visacc.engine import decode
+from visacc.kernels import process_logits
+from visacc.models.base import ImageModel
+from visacc.models.llamagen.vq import VQConfig
+from visacc.models.lpd import LPDModel, load_lpd, load_vq, lpd_order, resize_positions, training_mask
+from visacc.models.lpd.train import crop_adm, lr_at
+from visacc.models.nbp.adapter import NBPModel
+from visacc.models.nbp.gpt import NBP as NBPNet
+from visacc.models.nbp.gpt import block_mask, input_ids
+from visacc.models.nbp.released import load_nbp, right_padded, ucf_text
+from visacc.sampling import SamplingParams
+
+pytestmark = pytest.mark.golden
+ROOT = golden_dir("lpdnbp")
+
+
+def config(folder: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"{folder}/config.json").read_text())
+
+
+def tensors(folder: str, file: str = "io.safetensors") -> dict[str, Tensor]:
+    return load_file(ROOT / f"{folder}/{file}")
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+class Recorder:
+    """Collects the logits of every forward that a decode makes, conditional and unconditional."""
+
+    def __init__(self, model: ImageModel) -> None:
+        self.outputs: list[Any] = []
+        for name in ("prefill", "open", "forward"):
+            setattr(model, name, self._wrap(getattr(model, name)))
+
+    def _wrap(self, call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            self.outputs.append(result[1] if isinstance(result, tuple) else result)
+            return result
+
+        return wrapped
+
+    def logits(self) -> Tensor:
+        return torch.cat([o.logits for o in self.outputs], dim=1)
+
+    def uncond(self) -> Tensor:
+        return torch.cat([o.uncond for o in self.outputs], dim=1)
+
+
+# ---- LPD ------------------------------------------------------------------------------------------------------
+
+
+def test_lpd_orders() -> None:
+    cases = json.loads((ROOT / "lpd_orders/orders.json").read_text())["cases"]
+    assert cases
+    for case in cases:
+        rng, numpy_rng = random.Random(case["seed"]), np.random.RandomState(case["seed"])
+        order = lpd_order(
+            case["group_sizes"],
+            case["grid_size"],
+            proximity=case["proximity_threshold"],
+            repulsion=case["repulsion_threshold"],
+            rng=rng,
+            numpy_rng=numpy_rng,
+        )
+        assert order == case["order"], case["name"]
+        assert rng.random() == case["next_random_after"], case["name"]
+
+
+def test_lpd_training_forward() -> None:
+    cfg, io = config("lpd_model"), tensors("lpd_model")
+    net = load_lpd(ROOT / "lpd_model/checkpoint.pth", heads=cfg["num_heads"])
+    sizes = cfg["group_sizes"]
+    tokens, labels, orders = io["train.tokens"], io["train.labels"], io["train.orders"]
+    assert torch.equal(training_mask(sizes), io["train.mask"].bool())
+    close(net.training_rows(tokens, labels, orders, sizes[-1], None), io["train.input_embeds"])
+    logits = net(tokens, labels, orders, sizes)
+    close(logits, io["train.logits"])
+    target = tokens.gather(1, orders)
+    assert torch.equal(target, io["train.target"])
+    close(F.cross_entropy(logits.flatten(0, 1), target.flatten()).reshape(1), io["train.loss"])
+
+
+@pytest.mark.parametrize("run", ["nocfg", "cfg_linear", "cfg_constant", "uncond"])
+def test_lpd_greedy_decode(run: str) -> None:
+    cfg, io = config("lpd_model"), tensors("lpd_model")
+    model = LPDModel(load_lpd(ROOT / "lpd_model/checkpoint.pth", heads=cfg["num_heads"]))
+    record = Recorder(model)
+    orders = io["decode.orders"]
+    labels = [None] * len(orders) if run == "uncond" else io["decode.labels"].tolist()
+    scale = cfg["cfg"] if run.startswith("cfg") else 1.0
+    schedule = "constant" if run == "cfg_constant" else "linear"
+    decoder = LPDDecoder(group_sizes=cfg["group_sizes"], orders=orders, guidance_schedule=schedule)
+    result = decode(
+        model,
+        decoder,
+        model.encode(labels),
+        SamplingParams(guidance_scale=scale, temperature=0),
+        [0] * len(orders),
+    )
+    assert torch.equal(result.sequence, io[f"decode.{run}.tokens_raster"])
+    assert result.stats.forwards == len(cfg["group_sizes"])
+    logits = record.logits()
+    if scale != 1:
+        place = torch.arange(orders.shape[1])[:, None] / orders.shape[1]
+        weight = 1 + (scale - 1) * place if schedule == "linear" else scale
+        logits = record.uncond() + weight * (logits - record.uncond())
+    close(logits, io[f"decode.{run}.logits_genorder"])
+
+
+def test_lpd_filters() -> None:
+    cfg, io = config("lpd_model"), tensors("lpd_model")
+    for setting, expected in zip(cfg["filter_settings"], io["filter.probs"], strict=True):
+        temperature, top_k, top_p = setting
+        law = process_logits(
+            io["filter.logits"][:, 0],
+            temperature=temperature,
+            top_k=top_k or None,
+            top_p=None if top_p == 1 else top_p,
+        )
+        close(law, expected)
+
+
+def test_lpd_vqgan() -> None:
+    cfg, io = config("lpd_vqgan"), tensors("lpd_vqgan")
+    shape = VQConfig(
+        ch=cfg["ch"],
+        ch_mult=cfg["ch_mult"],
+        num_res_blocks=cfg["num_res_blocks"],
+        z_channels=cfg["z_channels"],
+        codebook_size=cfg["codebook_size"],
+        codebook_dim=cfg["embed_dim"],
+    )
+    vq = load_vq(ROOT / "lpd_vqgan/checkpoint.pt", shape)
+    close(vq.quant_conv(vq.encoder(io["image"])), io["pre_quant"])
+    quantized = vq.quantized(io["image"])
+    assert torch.equal(quantized.codes, io["indices"])
+    close(quantized.z, io["quant"])
+    side = io["pre_quant"].shape[-1]
+    decoded = vq.decode_codes(io["codes"], (side, side))
+    close(decoded, io["decoded"])
+    net = load_lpd(ROOT / "lpd_model/checkpoint.pth", heads=config("lpd_model")["num_heads"])
+    model = LPDModel(net)
+    model.vq = vq
+    pixels = model.decode(io["codes"].unflatten(1, (1, side, side)))
+    bytes_ = model.to_uint8(pixels).movedim(1, -1)
+    off = (bytes_.int() - io["decoded_uint8"].int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() < 1e-3  # only values within 1e-4 of a rounding boundary may differ
+
+
+def test_lpd_extras() -> None:
+    cfg, io = config("lpd_extras"), tensors("lpd_extras")
+    close(resize_positions(io["pos_embed_old"], cfg["new_grid"]), io["pos_embed_new"])
+    assert np.array_equal(crop_adm(io["crop_src"].numpy(), io["crop_out"].shape[0]), io["crop_out"].numpy())
+    for epoch, expected in cfg["lr"]["256"].items():
+        value = lr_at(float(epoch), peak=8e-4, floor=1e-5, warmup=50, decay_from=400, epochs=450)
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    for epoch, expected in cfg["lr"]["512"].items():
+        value = lr_at(float(epoch), peak=5e-4, floor=1e-5, warmup=1, decay_from=1, epochs=50)
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+# ---- NBP ------------------------------------------------------------------------------------------------------
+
+
+def nbp_net(folder: str) -> NBPNet:
+    cfg = config(folder)
+    return load_nbp(
+        ROOT / f"{folder}/checkpoint.ckpt",
+        heads=cfg["n_head"],
+        grid=tuple(cfg["latent"]),
+        block=cfg["token_number_per_step"],
+        video_vocab=cfg["video_vocab"],
+        text_vocab=cfg["text_vocab"],
+    )
+
+
+@pytest.mark.parametrize("folder", ["nbp_hybrid", "nbp_frame", "nbp_ntp"])
+def test_nbp_training_forward(folder: str) -> None:
+    io, net = tensors(folder), nbp_net(folder)
+    video, text = io["video_tokens"].flatten(1), io.get("cond_tokens")
+    length = io["train.input_ids"].shape[1]
+    ids = input_ids(net.config, video, text, net.config.tokens)[:, :length]
+    assert torch.equal(ids, io["train.input_ids"])
+    expected = io["train.mask"].bool()
+    assert torch.equal(block_mask(net.config, length, text).expand_as(expected), expected)
+    logits = net(video, text)
+    close(logits, io["train.logits"])
+    assert torch.equal(net.target(video), io["train.target"])
+    close(net.loss(video, text).reshape(1), io["train.loss"])
+
+
+@pytest.mark.parametrize("folder", ["nbp_hybrid", "nbp_frame", "nbp_ntp"])
+def test_nbp_greedy_decode(folder: str) -> None:
+    io, net = tensors(folder), nbp_net(folder)
+    hybrid = net.config.hybrid
+    model = NBPModel(net, given_frames=0 if hybrid else 2, joint_ids=True)
+    record = Recorder(model)
+    video = io["video_tokens"]
+    data: dict[str, Any] = {"given": video[:, : model.given_frames].flatten(1)}
+    if hybrid:
+        data["text"] = io["cond_tokens"]
+    prefix = input_ids(net.config, data["given"], data.get("text"), model.given_tokens)
+    assert torch.equal(prefix, io["decode.prefix_ids"])
+    mask = block_mask(net.config, prefix.shape[1], data.get("text"))
+    assert torch.equal(mask.expand_as(io["decode.prefix_mask"]), io["decode.prefix_mask"].bool())
+    decoder = NBPDecoder() if net.config.block > 1 else AR()
+    cond = model.conditioning(data, len(video))
+    result = decode(model, decoder, cond, SamplingParams(temperature=0), [0] * len(video))
+    assert torch.equal(result.sequence, io["decode.tokens_raw"])
+    close(record.logits(), io["decode.logits"])
+    n, blocks = net.config.block, model.layout.total // net.config.block
+    assert result.stats.forwards == (blocks + n - 1 if hybrid else blocks)
+    if hybrid:
+        assert torch.equal(model.video_codes(result.sequence), io["decode.tokens_video_clamped"])
+
+
+def test_nbp_text() -> None:
+    prompts = json.loads((ROOT / "nbp_text/ucf101_prompts.json").read_text())
+    for name, entry in prompts.items():
+        assert ucf_text(name) == entry["text"]
+        assert right_padded(entry["ids_unpadded"]).tolist() == entry["ids_right_padded8"]
