@@ -24,8 +24,10 @@ from visacc.models.llamagen.vq import VQConfig
 from visacc.models.lpd import LPDModel, load_lpd, load_vq, lpd_order, resize_positions, training_mask
 from visacc.models.lpd.train import crop_adm, lr_at
 from visacc.models.nbp.adapter import NBPModel
+from visacc.models.nbp.fsq import FSQ
 from visacc.models.nbp.gpt import NBP as NBPNet
 from visacc.models.nbp.gpt import block_mask, input_ids
+from visacc.models.nbp.magvit2 import Magvit2Config, load_magvit2
 from visacc.models.nbp.released import load_nbp, right_padded, ucf_text
 from visacc.sampling import SamplingParams
 
@@ -242,3 +244,31 @@ def test_nbp_text() -> None:
     for name, entry in prompts.items():
         assert ucf_text(name) == entry["text"]
         assert right_padded(entry["ids_unpadded"]).tolist() == entry["ids_right_padded8"]
+
+
+def test_nbp_fsq() -> None:
+    io, fsq = tensors("nbp_fsq"), FSQ(variant="nbp")
+    close(fsq.bound(io["z"]), io["bounded"])
+    close(fsq.quantize(io["z"]), io["codes"])
+    assert torch.equal(fsq.codes(io["codes"]), io["indices"].long())
+    assert torch.equal(fsq.codes(fsq.quantize(io["z"])), io["indices"].long())
+    close(fsq.values(io["decode_indices"]), io["decode_codes"])
+
+
+def test_nbp_magvit2() -> None:
+    cfg, io = config("nbp_magvit2"), tensors("nbp_magvit2")
+    a, b, c = cfg["channels"]
+    shape = Magvit2Config(widths=(a, b, b, c), groups=cfg["norm_groups"], levels=cfg["fsq_levels"])
+    net = load_magvit2(ROOT / "nbp_magvit2/checkpoint.pt", shape)
+    assert {f"module.{k}": list(v.shape) for k, v in net.state_dict().items()} == cfg["keys"]
+    video = io["video"].transpose(1, 2)
+    close(net.features(video), io["pre_quant"])
+    close(net.quantized(video), io["quant"])
+    assert torch.equal(net.encode(video), io["indices"].long())
+    codes = io["codes"].view_as(io["indices"])
+    assert torch.equal(net.encode(video[:, :1]), io["indices_first_frame_only"].long())
+    assert net.frames(codes.shape[1]) == video.shape[1]
+    z = net.quantizer.values(codes).movedim(-1, 1)
+    close(net.decode_features(z).transpose(1, 2), io["decoded"])
+    close(net.decode_features(z[:, :, :1]).transpose(1, 2), io["decoded_first_latent_only"])
+    close(net.decode(codes), io["decoded"].transpose(1, 2).clamp(0, 1))
