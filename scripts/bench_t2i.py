@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from visacc import __version__
-from visacc.load import load_model
+from visacc.loading import load_model
 from visacc.models.base import ImageModel
 from visacc.pictures import save_json
 from visacc.pipeline import TextToImagePipeline

@@ -15,7 +15,7 @@ if not (_Path(__file__).parent / "models").exists() and (_root / "models" / "__i
     __path__.append(str(_root))
 
 _EXPORTS = {
-    "load": "visacc.load",
+    "load": "visacc.loading",
     "TextToImagePipeline": "visacc.pipeline",
     "Decoder": "visacc.decoders",
     "SamplingParams": "visacc.sampling",

@@ -42,7 +42,7 @@ def list_command(
     what: str = typer.Argument("all", help="all, decoders or models."),
 ) -> None:
     """Show the registered decoders (lossless or lossy) and models."""
-    from visacc.load import known_models
+    from visacc.loading import known_models
     from visacc.registry import decoder_entries
 
     if what not in ("all", "decoders", "models"):

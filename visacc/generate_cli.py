@@ -39,7 +39,7 @@ def generate(
     options = _options(option or [], window)
     _check_writable(out)
 
-    from visacc.load import load
+    from visacc.loading import load
 
     pipe = load(
         model, decoder=decoder, device=device, dtype=dtype, image_size=image_size, **options
