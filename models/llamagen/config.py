@@ -92,14 +92,12 @@ def rotary_angles(config: GPTConfig) -> Tensor:
     return torch.cat([rows, cols], dim=-1).reshape(config.block_size, half)
 
 
-def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
-    """``(C, S)``, float32 ``[prefix_len + block_size, head_dim]``: ``rotate(x) = x*C + swap_pairs(x)*S``.
+def rotary_table(config: GPTConfig) -> Tensor:
+    """Unit complex numbers by sequence position, complex64 ``[prefix_len + block_size, head_dim/2]``.
 
-    Prefix rows are zero in *both* tables (not the identity rotation): queries and keys of the prefix are the
-    zero vector in every released model, and the weights were trained that way.
+    Prefix rows are zero (not 1, the identity rotation): queries and keys of the prefix are the zero vector in
+    every released model, and the weights were trained that way.
     """
     angles = rotary_angles(config)
-    cos = angles.cos().repeat_interleave(2, dim=-1)
-    sin = torch.stack([-angles.sin(), angles.sin()], dim=-1).flatten(-2)
-    prefix = torch.zeros(config.prefix_len, config.head_dim)
-    return torch.cat([prefix, cos]), torch.cat([prefix, sin])
+    prefix = torch.zeros(config.prefix_len, config.head_dim // 2, dtype=torch.complex64)
+    return torch.cat([prefix, torch.complex(angles.cos(), angles.sin())])
