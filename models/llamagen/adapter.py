@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visacc.cache import addresses, allocate, window_mask
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
-from visacc.models.llamagen.gpt import GPT, prefix_causal_mask
+from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
 from visacc.models.llamagen.released import RELEASED, TEXT_ENCODER, fetch, released_file
 from visacc.models.llamagen.text import TextConditioner
 from visacc.models.llamagen.vq import VQModel
@@ -125,7 +125,16 @@ class LlamaGen(ImageModel):
         return self.condition(self.gpt.null_condition(batch), mask)
 
     # ---- decoding -----------------------------------------------------------------------------------------
-    def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
+    def prefill(
+        self,
+        cond: Conditioning,
+        *,
+        guidance: bool,
+        window: int,
+        hidden: bool = False,
+        padding: PaddingRule = "self",
+    ) -> tuple[DecodeState, ModelOutput]:
+        """See the base class; ``padding`` says what padded caption slots see (:func:`padded_prefix_mask`)."""
         cfg, device = self.gpt.config, self.device
         prefix, mask = self.gpt.embed_prefix(cond.data["cond"]), cond.data["mask"]
         if guidance:
@@ -143,8 +152,17 @@ class LlamaGen(ImageModel):
             device=device,
         )
         order = torch.arange(cfg.prefix_len, device=device).expand(rows, -1)
-        seen = prefix_causal_mask(mask, cfg.prefix_len)
-        out = self.gpt.forward_window(prefix, order, order, seen, kv, cfg.prefix_len, logits="last")
+        seen = padded_prefix_mask(mask, padding)
+        out = self.gpt.forward_window(
+            prefix,
+            order,
+            order,
+            seen,
+            kv,
+            cfg.prefix_len,
+            logits="last",
+            hidden=(cfg.n_layer,) if hidden else (),
+        )
         state = DecodeState(
             batch=cond.batch,
             branches=2 if guidance else 1,
@@ -154,7 +172,10 @@ class LlamaGen(ImageModel):
             prefix_mask=mask,
             limit=cfg.prefix_len,
         )
-        return state, self._output(state, out.logits)
+        return state, self._output(state, out.logits, out.hidden[0] if hidden else None)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.gpt.output(hidden).float()
 
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         branches = state.branches

@@ -27,8 +27,8 @@ from visacc.models.llamagen.config import GPTConfig, rotary_table
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate interleaved pairs in float32. x ``[..., N, heads, hd]``, turn complex64 ``[..., N, 1, hd/2]``.
 
-    A complex product because it reads each pair once: in real arithmetic a shuffled copy is needed, which takes
-    five times as long on a CPU at 32 tokens.
+    A complex product because it reads each pair once: real arithmetic needs a shuffled copy, which takes five
+    times as long on a CPU at 32 tokens.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
@@ -303,3 +303,26 @@ def prefix_causal_mask(caption_mask: Tensor, length: int) -> Tensor:
     mask = mask.expand(caption_mask.shape[0], -1, -1).clone()
     mask[:, :, :prefix] &= caption_mask[:, None, :].bool()
     return mask | torch.eye(length, dtype=torch.bool, device=mask.device)
+
+
+PaddingRule = Literal["self", "half", "float"]
+
+
+def padded_prefix_mask(caption_mask: Tensor, rule: PaddingRule = "self") -> Tensor:
+    """bool ``[B, P, P]`` of the prefix alone; ``rule`` is what *padded* query slots see.
+
+    Image codes never see padded slots, so the rule cannot change an image; it changes the features of the
+    padded slots, which drafters read. ``self``: only themselves (official LlamaGen). ``half``: the padded
+    slots up to their own (what the drafters' original program computes in half precision, and released
+    drafters were trained on). ``float``: those and every valid slot (the same program in float32).
+    """
+    mask = prefix_causal_mask(caption_mask, caption_mask.shape[1])
+    if rule == "self":
+        return mask
+    if rule not in ("half", "float"):
+        raise ValueError(f"unknown padding rule {rule!r}; choose self, half or float")
+    valid = caption_mask.bool()
+    order = torch.arange(valid.shape[1], device=valid.device)
+    padded = ~valid[:, None, :] & (order <= order[:, None])
+    seen = padded | valid[:, None, :] if rule == "float" else padded
+    return torch.where(valid[:, :, None], mask, seen)
