@@ -11,15 +11,35 @@ from visacc.kernels.ops import (
     race_topk,
     window_resample,
 )
+from visacc.kernels.tree_ops import (
+    INDEPENDENT,
+    POINT,
+    WITHOUT_REPLACEMENT,
+    Group,
+    TreeIndex,
+    pack_bits,
+    tree_index,
+    tree_verify,
+    tree_walk,
+)
 
 __all__ = [
+    "INDEPENDENT",
+    "POINT",
+    "WITHOUT_REPLACEMENT",
+    "Group",
+    "TreeIndex",
     "chain_verify",
     "draw",
     "group_sums",
     "neighbour_mass",
+    "pack_bits",
     "process_logits",
     "race",
     "race_topk",
     "rng",
+    "tree_index",
+    "tree_verify",
+    "tree_walk",
     "window_resample",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visacc.kernels.reference.sampling import WEIGHT_SCALE, integer_weights
+from visacc.kernels.reference.sampling import WEIGHT_SCALE, as_mass, integer_weights
 
 
 def neighbour_mass(p: Tensor, companions: Tensor, bound: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def neighbour_mass(p: Tensor, companions: Tensor, bound: Tensor) -> Tensor:
     near = p.gather(-1, companions.clamp(min=0).long()).masked_fill(~inside, 0.0)
     sums = integer_weights(near).cumsum(-1)
     limit = (bound * WEIGHT_SCALE).to(torch.int64)[..., None]
-    return sums.masked_fill(sums > limit, 0).amax(-1).to(torch.float32).mul_(1 / WEIGHT_SCALE)
+    return as_mass(sums.masked_fill(sums > limit, 0).amax(-1), p.dtype)
 
 
 def group_members(p: Tensor, x: Tensor, size: int, official_edges: bool) -> Tensor:
@@ -33,7 +33,7 @@ def group_members(p: Tensor, x: Tensor, size: int, official_edges: bool) -> Tens
     V = p.shape[1]
     half, width = size // 2, min(size - 1, V - 1)
     # Non-negative floats are ordered like their bit patterns: one int64 key orders by (p, id).
-    key = (p.view(torch.int32).to(torch.int64) << 32) | torch.arange(V, device=p.device)
+    key = (p.to(torch.float32).view(torch.int32).to(torch.int64) << 32) | torch.arange(V, device=p.device)
     own = key.gather(1, x[:, None])
     taken = torch.ones_like(p, dtype=torch.bool) if official_edges else p > 0
     lower, upper = (key < own) & taken, (key > own) & taken
@@ -76,7 +76,7 @@ def group_sums(
 
     def total(law: Tensor, own: Tensor, others: Tensor) -> Tensor:
         extra = integer_weights(others.masked_fill(~member, 0.0)).sum(1)
-        return own + extra.to(torch.float32).mul_(1 / WEIGHT_SCALE)
+        return own + as_mass(extra, own.dtype)
 
     numerator = total(p, p_x.squeeze(1), p_y)
     if not official_edges:  # an impossible token stays impossible

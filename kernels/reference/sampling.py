@@ -20,6 +20,11 @@ def integer_weights(w: Tensor) -> Tensor:
     return w.mul(WEIGHT_SCALE).add_(0.5).to(torch.int64)
 
 
+def as_mass(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of integer weights back as probability mass: one rounding, then an exact scaling."""
+    return total.to(dtype).mul_(1 / WEIGHT_SCALE)
+
+
 def scaled_rank(U: Tensor, total: Tensor) -> Tensor:
     """floor(U * total / 2**32) without overflow, for U < 2**32 and total < 2**51."""
     return (U * (total >> 20) + ((U * (total & 0xFFFFF)) >> 20)) >> 12

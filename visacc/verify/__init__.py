@@ -14,6 +14,9 @@ from visacc.verify.rules import (
     Rule,
     Typical,
 )
+from visacc.verify.traversal import Traversal
+from visacc.verify.tree import AcceptedStep, DraftTree, TreeShape
+from visacc.verify.verify import verify
 
 ExactRule = Exact
 
@@ -21,8 +24,10 @@ __all__ = [
     "EXACT",
     "GREEDY",
     "GUMBEL_EXACT",
+    "AcceptedStep",
     "ChainRule",
     "ChainVerdict",
+    "DraftTree",
     "Exact",
     "ExactRule",
     "Greedy",
@@ -31,6 +36,9 @@ __all__ = [
     "Lantern",
     "LanternPP",
     "Rule",
+    "Traversal",
+    "TreeShape",
     "Typical",
+    "verify",
     "verify_chain",
 ]

@@ -68,14 +68,6 @@ class Exact(Rule):
 
 
 @dataclass(frozen=True)
-class Greedy(Rule):
-    """Accept the arg-max of p (lowest id on ties): the output is plain greedy decoding."""
-
-    lossless: ClassVar[bool] = True
-    matches: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
 class GumbelExact(Rule):
     """Accept what plain sampling with the same noise would have drawn: arg-max of p / E."""
 
@@ -137,17 +129,21 @@ class _Neighbours(Rule):
         rows = self.neighbours[code.clamp(0, self.neighbours.shape[0] - 1), : self.k + extra].to(torch.int32)
         return torch.where(known[..., None], rows + self.offset, -1)
 
-    def bound(self, mass: Tensor, total: Tensor | float) -> Tensor:
-        """Largest neighbour mass that may be added: mass = r(x), total = sum of r (r need not be
-        normalised).
-        """
+    @property
+    def slack(self) -> tuple[float, float]:
+        """(a, b): a draft x may gain neighbour mass up to a + b r(x)."""
         raise NotImplementedError
+
+    def bound(self, mass: Tensor) -> Tensor:
+        """Largest neighbour mass that may be added to masses r(x), r normalised."""
+        a, b = self.slack
+        return a + b * mass
 
     def chain_ratio(
         self, p: Tensor, q: Tensor | None, drafts: Tensor, onehot: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         p_x = p.gather(2, drafts[..., None]).squeeze(2)
-        return p_x + neighbour_mass(p, self.companions(drafts), self.bound(p_x, 1.0)), None
+        return p_x + neighbour_mass(p, self.companions(drafts), self.bound(p_x)), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +159,9 @@ class Lantern(_Neighbours):
                 f"delta must lie in [0, 1], got {self.delta}; a multiplicative bound is LanternPP's lam"
             )
 
-    def bound(self, mass: Tensor, total: Tensor | float) -> Tensor:
-        return torch.ones_like(mass) * total * self.delta
+    @property
+    def slack(self) -> tuple[float, float]:
+        return self.delta, 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +175,24 @@ class LanternPP(_Neighbours):
         if not self.lam >= 1:
             raise ValueError(f"lam must be at least 1, got {self.lam}")
 
-    def bound(self, mass: Tensor, total: Tensor | float) -> Tensor:
-        return mass * (self.lam - 1)
+    @property
+    def slack(self) -> tuple[float, float]:
+        return 0.0, self.lam - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Greedy(Rule):
+    """Accept the arg-max of p (lowest id on ties), longest path: the output is plain greedy decoding.
+
+    With `relaxed` a draft also passes when its neighbours' mass makes it the arg-max (greedy LANTERN; lossy).
+    """
+
+    relaxed: Lantern | LanternPP | None = None
+    matches: ClassVar[bool] = True
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        return self.relaxed is None
 
 
 @dataclass(frozen=True, eq=False)
