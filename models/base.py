@@ -12,10 +12,12 @@ Conventions used by every adapter and every decoder
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -200,12 +202,14 @@ class ImageModel(ABC):
         provides: facts that decoders may require: "grid", "codebook", "hidden", "tree_mask", "row_causal".
         defaults: the family's own sampling defaults (keyword arguments of ``SamplingParams``).
         name: shown in messages and statistics.
+        folder: where the checkpoint lies, for companion files (neighbour tables, drafters); ``None`` if nowhere.
         only_decoders: names of the decoders that can drive the model; empty means every next-token decoder.
         block: tokens that one block predicts at once (next-block models), 1 for next-token models.
     """
 
     name: str
     layout: Layout
+    folder: Path | None = None
     only_decoders: tuple[str, ...] = ()
     block: int = 1
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
@@ -229,6 +233,15 @@ class ImageModel(ABC):
     def encode(self, prompts: Sequence[Any], negative: Sequence[Any] | None = None) -> Conditioning:
         """Prompts (text, or class labels) to conditioning. Raises ``ValueError`` for a prompt it cannot take."""
 
+    def fingerprint(self) -> str:
+        """Short hash of the network: names, shapes and a few values of every tensor. Tells files of other models apart."""
+        digest = hashlib.sha256()
+        for name, tensor in self.module.state_dict().items():
+            values = tensor.flatten()[:: max(1, tensor.numel() // 16)][:16]
+            digest.update(f"{name}{list(tensor.shape)}".encode())
+            digest.update(values.float().cpu().numpy().round(4).tobytes())
+        return digest.hexdigest()[:16]
+
     def dummy_conditioning(self, batch: int) -> Conditioning:
         """Some valid conditioning of ``batch`` samples, for measuring costs."""
         return self.encode(["a"] * batch)
@@ -248,6 +261,14 @@ class ImageModel(ABC):
     ) -> tuple[DecodeState, ModelOutput]:
         """Run the prompts and the first nodes of a decoder that chooses its own first slots, in one forward."""
         raise ValueError(f"{self.name} cannot fill slots in an order that the decoder chooses")
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Features [..., D] as :attr:`ModelOutput.hidden` has them -> logits float32 [..., V] in code space.
+
+        Adapters that provide "hidden" have this, and ``prefill(..., hidden=True)`` returns the features of the whole
+        prompt [rows, prefix, D].
+        """
+        raise ValueError(f"{self.name} does not give access to its features")
 
     @abstractmethod
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:

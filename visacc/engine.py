@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,9 +146,10 @@ def decode(
 
     with clock("prefill"):
         opening = decoder.opening(run)
-        room = {"guidance": sampling.guided, "window": decoder.max_nodes(layout)}
+        room: dict[str, Any] = {"guidance": sampling.guided, "window": decoder.max_nodes(layout)}
         if opening is None:
-            state, output = model.prefill(cond, **room)
+            state, output = model.prefill(cond, **room, **decoder.prefill_options())
+            decoder.prompted(run, state, output)
             slots = torch.arange(output.logits.shape[1], device=device).expand(batch, -1)
             law = probs(output, slots, layout, sampling, decoder.guidance(run, slots))
             verdict = decoder.start(run, law)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visacc.models.base import ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import DecodeState, ImageModel, Layout, ModelOutput, Proposal
 
 if TYPE_CHECKING:
     from visacc.engine import Run
@@ -87,6 +87,13 @@ class Decoder(ABC):
         """
         self.state = {}
         return gumbel_draw(run, law[:, None], torch.zeros_like(run.samples)[:, None], bound=1)[:, 0]
+
+    def prefill_options(self) -> dict[str, Any]:
+        """Further keyword arguments for the adapter's ``prefill``, such as ``hidden=True``."""
+        return {}
+
+    def prompted(self, run: Run, state: DecodeState, output: ModelOutput) -> None:  # noqa: B027 - optional hook
+        """Called with the prompt's outputs before :meth:`start`."""
 
     def start(self, run: Run, law: Tensor) -> Verdict:
         """Choose what the prompt predicts, from the laws [B, M, V] of slots 0..M-1 (M = 1 for next-token models)."""
