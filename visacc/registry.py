@@ -23,6 +23,7 @@ _DECODERS = {
     "ar": "visacc.decoders.ar:AR",
     "sjd": "visacc.decoders.jacobi:SJD",
     "mc-sjd": "visacc.decoders.jacobi:MCSJD",
+    "nc-sjd": "visacc.decoders.nc_sjd:NCSJD",
     "gsd": "visacc.decoders.gsd:GSD",
     "zipar": "visacc.decoders.zipar:ZipAR",
 }

@@ -85,6 +85,11 @@ class Jacobi(Decoder):
         return min(self.window, layout.total)
 
     @property
+    def _redraws_in_place(self) -> bool:
+        """Whether the verifier's own redraw behind the rejection becomes the next draft."""
+        return self.coupling == "maximal"
+
+    @property
     def _ratio_test(self) -> bool:
         return self.coupling != "gumbel-exact"
 
@@ -143,7 +148,7 @@ class Jacobi(Decoder):
             u=run.noise.uniform(rng.ACCEPT, tested, run.step) if self._ratio_test else None,
             U=run.noise.integer(rng.RESIDUAL, tested, run.step) if self._ratio_test else None,
             match=not self._ratio_test,
-            unbroken=self.coupling == "maximal",
+            unbroken=self._redraws_in_place,
         )
         accepted = verdict.n_accepted[:, None]
         order = torch.arange(size, device=run.device)

@@ -1,0 +1,136 @@
+"""Neighbour tables: how a position's logits shift when the token at a neighbouring grid cell changes.
+
+``B_o[a]`` (a row of V logits) is the average effect of token ``a`` at offset ``o``; if that neighbour changes from ``a`` to
+``b``, the logits of this position move by about ``B_o[b] - B_o[a]``. Tables are kept as factors ``B_o = A_o C_o`` of a small
+rank, so that nothing of size V x V is stored. They are a property of one model (and were measured at one guidance scale); a
+wrong table costs speed, never exactness.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visacc.models.base import ImageModel, Layout
+from visacc.pictures import write_atomic
+
+Offset = tuple[int, int, int]
+
+#: (frame, row, column) of the neighbours that matter: left, two to the left, above, and the two diagonals above
+IMAGE_OFFSETS: tuple[Offset, ...] = ((0, 0, -1), (0, 0, -2), (0, -1, 1), (0, -1, 0), (0, -1, -1))
+TABLE_FILE = "neighbours.safetensors"
+
+
+@dataclass
+class NeighbourTables:
+    """Low-rank tables for a set of offsets.
+
+    Attributes:
+        offsets: O grid offsets (frame, row, column), each pointing to an earlier slot.
+        left: float32 [O, V, r] factors A.
+        right: float32 [O, r, V] factors C.
+        base: float32 [V] mean logits that no neighbour explains: the law of a position known by its neighbours alone.
+        fingerprint: of the model that they were measured on.
+        guidance_scale: at which they were measured.
+    """
+
+    offsets: tuple[Offset, ...]
+    left: Tensor
+    right: Tensor
+    base: Tensor
+    fingerprint: str
+    guidance_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        count, vocab, rank = self.left.shape
+        if self.right.shape != (count, rank, vocab) or self.base.shape != (vocab,) or len(self.offsets) != count:
+            raise ValueError(
+                f"neighbour tables do not fit together: {len(self.offsets)} offsets, factors {list(self.left.shape)} and"
+                f" {list(self.right.shape)}, base {list(self.base.shape)}"
+            )
+        for offset in self.offsets:
+            if len(offset) != 3 or not offset < (0, 0, 0):
+                raise ValueError(f"offset {offset} must be (frame, row, column) of an earlier cell, such as (0, 0, -1)")
+
+    @property
+    def rank(self) -> int:
+        return self.left.shape[2]
+
+    @property
+    def vocab(self) -> int:
+        return self.left.shape[1]
+
+    @classmethod
+    def from_full(
+        cls, tables: Tensor, base: Tensor, offsets: tuple[Offset, ...], rank: int, fingerprint: str, guidance_scale: float
+    ) -> NeighbourTables:
+        """Best rank-r factors of full tables [O, V, V] (singular value decomposition, scale split evenly)."""
+        if not 1 <= rank <= tables.shape[1]:
+            raise ValueError(f"rank must lie in 1..{tables.shape[1]} (the number of codes), got {rank}")
+        u, s, vh = torch.linalg.svd(tables.float(), full_matrices=False)
+        root = s[:, :rank].clamp(min=0).sqrt()
+        left, right = u[..., :rank] * root[:, None], root[..., None] * vh[:, :rank]
+        return cls(offsets, left.contiguous(), right.contiguous(), base.float(), fingerprint, guidance_scale)
+
+    @classmethod
+    def zeros(cls, model: ImageModel, rank: int = 1) -> NeighbourTables:
+        """Empty tables: the correction does nothing."""
+        vocab, count = model.layout.vocab, len(IMAGE_OFFSETS)
+        return cls(
+            IMAGE_OFFSETS,
+            torch.zeros(count, vocab, rank),
+            torch.zeros(count, rank, vocab),
+            torch.zeros(vocab),
+            model.fingerprint(),
+        )
+
+    def to(self, device: torch.device | str) -> NeighbourTables:
+        moved = (t.to(device) for t in (self.left, self.right, self.base))
+        return NeighbourTables(self.offsets, *moved, self.fingerprint, self.guidance_scale)
+
+    def check(self, model: ImageModel) -> None:
+        """Raise ``ValueError`` unless the tables were measured on this model."""
+        if self.vocab != model.layout.vocab:
+            raise ValueError(f"neighbour tables are for {self.vocab} codes, {model.name} has {model.layout.vocab}")
+        if self.fingerprint != model.fingerprint():
+            raise ValueError(
+                f"neighbour tables belong to another model (fingerprint {self.fingerprint}, {model.name} has"
+                f" {model.fingerprint()}); measure its own with 'visacc calibrate'"
+            )
+
+    def neighbours(self, layout: Layout) -> Tensor:
+        """int64 [O, total]: slot of each neighbour, -1 where there is none."""
+        return torch.stack([layout.neighbour(*offset) for offset in self.offsets])
+
+    def save(self, path: str | Path) -> None:
+        """Write float16 safetensors, whole or not at all."""
+        tensors = {n: getattr(self, n).half().contiguous().cpu() for n in ("left", "right", "base")}
+        meta = {
+            "format": "visacc-neighbours-1",
+            "offsets": json.dumps(self.offsets),
+            "fingerprint": self.fingerprint,
+            "guidance_scale": str(self.guidance_scale),
+        }
+        write_atomic(Path(path), lambda p: save_file(tensors, p, metadata=meta))
+
+    @classmethod
+    def load(cls, path: str | Path) -> NeighbourTables:
+        """Read what :meth:`save` wrote. Raises ``ValueError`` naming the file for anything else."""
+        try:
+            with safe_open(str(path), "pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != "visacc-neighbours-1":
+                    raise ValueError(f"{path} holds no neighbour tables (write them with 'visacc calibrate')")
+                left, right, base = (file.get_tensor(n).float() for n in ("left", "right", "base"))
+                offsets = tuple(tuple(o) for o in json.loads(meta["offsets"]))
+        except FileNotFoundError:
+            raise ValueError(f"neighbour tables {path} do not exist") from None
+        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a file of neighbour tables: {error}") from None
+        return cls(offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]))
