@@ -50,7 +50,7 @@ class ChameleonBase(SharedVocabularyModel):
             raise ValueError(f"the VQ decoder has {vq.config.codes} codes, the model {layout.vocab}")
         self.vq = vq
         if vq is None and not codebook:
-            self.provides = self.provides - {"codebook"}
+            self._lacks_codebook()
 
     @property
     def text_model(self) -> Any:

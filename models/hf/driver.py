@@ -43,7 +43,7 @@ class HFImageModel(ImageModel):
     included.
     """
 
-    provides = frozenset({"grid", "tree_mask", "hidden", "codebook"})
+    provides: frozenset[str] = frozenset({"grid", "tree_mask", "hidden", "codebook"})
     family: str = ""
 
     def __init__(
@@ -64,6 +64,10 @@ class HFImageModel(ImageModel):
         self._float_copy: tuple[Any, nn.Module] | None = None
         attention.check_implementation(self.attention_implementation)
         self._cache_key = cache_keyword(type(self.text_model).forward)
+
+    def _lacks_codebook(self) -> None:
+        """No trained code vectors here: decoders that need them must refuse."""
+        self.provides = self.provides - {"codebook"}
 
     def _set_defaults(self, defaults: dict[str, Any]) -> None:
         """Sampling defaults of this checkpoint (the class attribute holds the family's)."""
@@ -384,11 +388,11 @@ class SharedVocabularyModel(HFImageModel):
 
     def code_logits(self, hidden: Tensor) -> Tensor:
         head = self.head
-        weight = getattr(head, "weight", None)
-        plain = type(head) is nn.Linear and weight is not None and weight.is_floating_point()
-        if not self.slice_head or not plain or weight.is_meta or hasattr(head, "_hf_hook"):
+        if not self.slice_head or not _sliceable(head):
             return head(hidden)[..., self._range or self.code_ids.to(hidden.device)]
-        bias = None if head.bias is None else head.bias[self._range or self.code_ids.to(head.bias.device)]
+        assert isinstance(head, nn.Linear)
+        weight = head.weight
+        bias = None if head.bias is None else head.bias[self._range or self.code_ids.to(weight.device)]
         return F.linear(hidden.to(weight.device), self._head_rows(weight), bias)
 
     def _head_rows(self, weight: Tensor) -> Tensor:
@@ -406,3 +410,13 @@ class SharedVocabularyModel(HFImageModel):
     def head(self) -> nn.Module:
         """Output projection from hidden states to vocabulary logits."""
         return self.model.lm_head
+
+
+def _sliceable(head: nn.Module) -> bool:
+    """An ordinary linear layer whose weight is at hand (not quantised, not offloaded)."""
+    return (
+        type(head) is nn.Linear
+        and head.weight.is_floating_point()
+        and not head.weight.is_meta
+        and not hasattr(head, "_hf_hook")
+    )

@@ -91,7 +91,7 @@ class Emu35(SharedVocabularyModel):
             raise ValueError(f"the VQ decoder has {vq.config.codes} codes, the model {codes}")
         self.vq = vq
         if vq is None:
-            self.provides = self.provides - {"codebook"}
+            self._lacks_codebook()
         if tokenizer is not None:
             self._answer = token_id({}, ANSWER, tokenizer)
         self._set_defaults(

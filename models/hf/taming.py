@@ -137,12 +137,8 @@ class _Decoder(nn.Module):
         super().__init__()
         top = c.widths[-1]
         self.conv_in = nn.Conv2d(c.z_channels, top, 3, padding=1)
-        self.mid = nn.Module()
-        self.mid.block_1, self.mid.attn_1, self.mid.block_2 = (
-            _Residual(top, top),
-            _Attention(top),
-            _Residual(top, top),
-        )
+        self.mid = nn.ModuleDict({"block_1": _Residual(top, top), "attn_1": _Attention(top)})
+        self.mid["block_2"] = _Residual(top, top)
         inner = (*c.widths[1:], top)  # what enters level i comes from level i + 1
         self.up = nn.ModuleList(
             _Level(inner[i], width, c.blocks, i in c.attention, i > 0) for i, width in enumerate(c.widths)
@@ -151,7 +147,7 @@ class _Decoder(nn.Module):
         self.conv_out = nn.Conv2d(c.widths[0], c.out_channels, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.mid.block_2(self.mid.attn_1(self.mid.block_1(self.conv_in(z))))
+        x = self.mid["block_2"](self.mid["attn_1"](self.mid["block_1"](self.conv_in(z))))
         for level in reversed(self.up):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))
@@ -164,14 +160,14 @@ class TamingDecoder(nn.Module):
     def __init__(self, config: TamingConfig) -> None:
         super().__init__()
         self.config = config
-        self.quantize = nn.Module()
-        self.quantize.embedding = nn.Embedding(config.codes, config.embed_dim)
+        self.quantize = nn.ModuleDict({"embedding": nn.Embedding(config.codes, config.embed_dim)})
         self.post_quant_conv = nn.Conv2d(config.embed_dim, config.z_channels, 1)
         self.decoder = _Decoder(config)
 
     @property
     def codebook(self) -> Tensor:
-        return self.quantize.embedding.weight
+        """float [V, d] code vectors as stored."""
+        return self.get_parameter("quantize.embedding.weight")
 
     def forward(self, codes: Tensor) -> Tensor:
         z = F.embedding(codes, self.codebook).movedim(-1, 1)
