@@ -108,6 +108,8 @@ def load_hf(
             **where,
         ),
     )
+    if config["visacc_settings"]:
+        model.generation_config.visacc = config["visacc_settings"]
     missing_vq = _check_weights(kind, info, name_or_path)
     if device is not None and device_map is None:
         model = model.to(device)
@@ -183,13 +185,23 @@ def _read_config(name_or_path: str | Path, revision: str | None) -> tuple[dict[s
             )
         config, folder = json.loads(file.read_text(encoding="utf-8")), file.parent
         settings = folder / "generation_config.json"
-        if settings.is_file():
-            config["visacc_settings"] = json.loads(settings.read_text(encoding="utf-8")).get("visacc") or {}
-        return config, folder
+        return {**config, "visacc_settings": _settings(settings if settings.is_file() else None)}, folder
     from transformers.utils import cached_file
 
-    found = _guarded(name_or_path, lambda: cached_file(str(name_or_path), "config.json", revision=revision))
-    return json.loads(Path(found).read_text(encoding="utf-8")), None
+    def fetch(file: str, required: bool) -> str | None:
+        quiet = {} if required else {"_raise_exceptions_for_missing_entries": False}
+        return cached_file(str(name_or_path), file, revision=revision, **quiet)
+
+    found = _guarded(name_or_path, lambda: fetch("config.json", True))
+    config = json.loads(Path(found).read_text(encoding="utf-8"))
+    return {**config, "visacc_settings": _settings(_guarded(name_or_path, lambda: fetch("generation_config.json", False)))}, None
+
+
+def _settings(file: str | Path | None) -> dict[str, Any]:
+    """The key ``visacc`` of a generation_config.json (transformers drops it where the file was made from config.json)."""
+    if file is None:
+        return {}
+    return json.loads(Path(file).read_text(encoding="utf-8")).get("visacc") or {}
 
 
 def _guarded(name: str | Path, action: Callable[[], Any]) -> Any:
@@ -375,9 +387,9 @@ def _beside(name: str | Path, folder: Path | None, revision: str | None, auto: s
         roots = [(str(folder), {})]
         if (folder.parent / "processor").is_dir():
             roots.insert(0, (str(folder.parent / "processor"), {}))
-        if not any(_has_tokenizer(Path(r)) for r, _ in roots):
+        roots = [(root, options) for root, options in roots if _has(Path(root), auto)]
+        if not roots:
             return None
-        roots = [(r, k) for r, k in roots if _has_tokenizer(Path(r))]
     else:
         roots = [(str(name), {"revision": revision})]
     source, options = roots[0]
@@ -386,5 +398,10 @@ def _beside(name: str | Path, folder: Path | None, revision: str | None, auto: s
     )
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+def _has(folder: Path, auto: str) -> bool:
+    """Whether the folder holds what ``auto`` (AutoTokenizer or AutoProcessor) loads."""
+    names = {
+        "AutoTokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+        "AutoProcessor": ("processor_config.json", "preprocessor_config.json"),
+    }
+    return any((folder / name).is_file() for name in names[auto])
