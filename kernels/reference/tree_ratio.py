@@ -137,11 +137,16 @@ def tree_verify(
         if q is not None and q_left is not None:
             q_x = torch.where(point, 1.0, q.gather(2, x[..., None]).squeeze(2))
             left = torch.where(without, q_left, 1.0)
-        numerator, extra = r_x, None
+        numerator = r_x
+        near = used = None
         if companions is not None:
             near = companions[rows, slot]
-            extra = neighbour_mass(residual, near, total * delta + r_x * growth)
-            numerator = r_x + extra
+            counted = near if official is None else near[..., :-1]
+            bound = total * delta + r_x * growth
+            numerator = r_x + neighbour_mass(residual, counted, bound)
+            if official is not None:  # whether the first neighbour fits, be its mass zero
+                nearest = residual.gather(2, near[..., :1].clamp(min=0).long()).squeeze(2)
+                used = (near[..., 0] >= 0) & (nearest <= bound)
         elif group is not None:
             q_i = None if q is None else (q / left[..., None]).flatten(0, 1)
             r_i = (residual / total.clamp(min=TINY)[..., None]).flatten(0, 1)
@@ -157,7 +162,14 @@ def tree_verify(
             ratios.scatter_(1, torch.where(tested, slot, T), ratio)
         open_ = open_ & ~passed
         residual, total = _reject(
-            residual, total, q, left, x, failed, point, None if official is None else (official, near, extra)
+            residual,
+            total,
+            q,
+            left,
+            x,
+            failed,
+            point,
+            None if official is None or near is None or used is None else (official, near, used),
         )
         if q is not None and q_left is not None:
             spent = failed & without
@@ -181,7 +193,7 @@ def _reject(
     x: Tensor,
     failed: Tensor,
     point: Tensor,
-    official: tuple[str, Tensor, Tensor | None] | None,
+    official: tuple[str, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Residual after `failed` tests: x removed (point drafts), else max(r - q_i, 0) with r normalised.
 
@@ -213,7 +225,7 @@ def _reject_official(
     point: Tensor,
     which: str,
     near: Tensor,
-    extra: Tensor | None,
+    used: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """After-rejection updates of the original LANTERN programs, kept for parity tests.
 
@@ -221,11 +233,9 @@ def _reject_official(
     the Lumina and all dynamic programs, from q in the LlamaGen and Anole ones. An empty result becomes
     uniform.
     """
-    assert extra is not None
-    used = (failed & (extra > 0))[..., None]
 
     def cleared(law: Tensor) -> Tensor:
-        inside = (near >= 0) & used
+        inside = (near >= 0) & (failed & used)[..., None]
         ids = near.clamp(min=0).long()
         # A scatter of zeros; absent ids rewrite their own value at id 0 unless id 0 is cleared as well.
         mask = torch.zeros_like(law).scatter_add(2, ids, inside.to(law.dtype))

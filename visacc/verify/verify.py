@@ -82,7 +82,7 @@ def _ratio(tree: DraftTree, p: Tensor, rule: Rule, u: Tensor, U: Tensor) -> tupl
     companions, delta, growth, group, official = None, 0.0, 0.0, None, None
     if isinstance(rule, (Lantern, LanternPP)):
         official = None if rule.residual == "ordinary" else rule.residual
-        companions = rule.companions(tree.tokens)
+        companions = rule.companions(tree.tokens, extra=0 if official is None else 1)
         delta, growth = rule.slack
     elif isinstance(rule, Grouped):
         group = Group(rule.embedding, rule.group_size, rule.prob_threshold, rule.distance_threshold)
