@@ -68,7 +68,11 @@ class LPDModel(ImageModel):
             if prompt in self._class_names:
                 return self._class_names.index(prompt), None
             if self._read_caption is None:
-                hint = f" or one of its class names ({', '.join(self._class_names[:5])}, ...)" if self._class_names else ""
+                hint = (
+                    f" or one of its class names ({', '.join(self._class_names[:5])}, ...)"
+                    if self._class_names
+                    else ""
+                )
                 raise ValueError(f"{self.name} takes a class label 0..{classes - 1}{hint}, not {prompt!r}")
             return -1, self._read_caption(prompt)
         if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt < classes:
@@ -122,7 +126,9 @@ class LPDModel(ImageModel):
         slots = torch.cat([slots, self._slots(state, opening)], dim=1)
         outputs = opening.outputs
         wanted = prefix + (torch.arange(opening.size, device=self.device) if outputs is None else outputs)
-        logits = self.net.forward_window(x, slots, torch.cat([head, nodes], dim=1), state.kv, state.limit, wanted)
+        logits = self.net.forward_window(
+            x, slots, torch.cat([head, nodes], dim=1), state.kv, state.limit, wanted
+        )
         return state, _split(state, logits)
 
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:

@@ -208,7 +208,9 @@ class LPD(nn.Module):
         if sum(group_sizes) != n or min(group_sizes) < 1:
             raise ValueError(f"group sizes must be positive and sum to {n}, got a sum of {sum(group_sizes)}")
         if tokens.shape[1] != n or orders.shape != tokens.shape:
-            raise ValueError(f"tokens and orders must be [B, {n}], got {tuple(tokens.shape)}, {tuple(orders.shape)}")
+            raise ValueError(
+                f"tokens and orders must be [B, {n}], got {tuple(tokens.shape)}, {tuple(orders.shape)}"
+            )
         if self.training and self.config.class_drop > 0:
             drop = torch.rand(len(labels), device=labels.device) < self.config.class_drop
             labels = torch.where(drop, -1, labels)

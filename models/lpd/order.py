@@ -86,11 +86,15 @@ def _check(
         raise ValueError(f"group sizes must be positive integers, got {sizes}")
     missing = total - len(known)
     if sum(sizes) != missing:
-        raise ValueError(f"group sizes sum to {sum(sizes)}, but {missing} of {total} cells are to be generated")
+        raise ValueError(
+            f"group sizes sum to {sum(sizes)}, but {missing} of {total} cells are to be generated"
+        )
     if not known and sizes[0] != 1:
         raise ValueError(f"the first group must hold one cell (nothing is known before it), got {sizes[0]}")
     if not (math.isfinite(proximity) and math.isfinite(repulsion)) or repulsion < 0:
-        raise ValueError(f"proximity must be finite and repulsion at least 0, got {proximity} and {repulsion}")
+        raise ValueError(
+            f"proximity must be finite and repulsion at least 0, got {proximity} and {repulsion}"
+        )
 
 
 def _spread(

@@ -62,7 +62,9 @@ def config_of(state: dict[str, Tensor], heads: int | None = None) -> LPDConfig:
     needed = ("class_emb.weight", "token_emb.weight", "pos_embed", "head.weight", "mask_token")
     missing = [key for key in needed if key not in state]
     if missing:
-        raise ValueError(f"not an LPD checkpoint: {', '.join(missing)} missing (found {', '.join(list(state)[:4])}, ...)")
+        raise ValueError(
+            f"not an LPD checkpoint: {', '.join(missing)} missing (found {', '.join(list(state)[:4])}, ...)"
+        )
     vocab, dim = state["token_emb.weight"].shape
     cells = state["pos_embed"].shape[1] - 1
     grid = round(cells**0.5)
@@ -97,7 +99,9 @@ def load_vq(path: str | Path, config: VQConfig | None = None) -> VQModel:
     shape = (config.codebook_size, config.codebook_dim)
     if found is None or tuple(found.shape) != shape:
         got = "no codebook" if found is None else f"a codebook of {tuple(found.shape)}"
-        raise ValueError(f"{path} holds {got}, but this LPD model was trained on one of {shape}: another tokenizer")
+        raise ValueError(
+            f"{path} holds {got}, but this LPD model was trained on one of {shape}: another tokenizer"
+        )
     model = VQModel(config)
     model.load_state_dict(state)
     return model.eval()
@@ -114,5 +118,7 @@ def resize_positions(table: Tensor, grid: int) -> Tensor:
 def upscale(model: LPD, grid: int) -> LPD:
     """A copy for a larger grid, started from the weights of ``model``."""
     bigger = LPD(replace(model.config, grid=grid))
-    bigger.load_state_dict({**model.state_dict(), "pos_embed": resize_positions(model.pos_embed.detach(), grid)})
+    bigger.load_state_dict(
+        {**model.state_dict(), "pos_embed": resize_positions(model.pos_embed.detach(), grid)}
+    )
     return bigger

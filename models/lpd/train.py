@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor
+
+from visacc.models.fit import Fit, fit
+from visacc.models.lpd.groups import training_lists
+from visacc.models.lpd.model import LPD, LPDConfig
+from visacc.models.shapes.captions import vocabulary
+from visacc.models.shapes.text import MAX_WORDS, SPECIALS, build_tokenizer, tokenize
+from visacc.models.shapes.world import COLOURS, SHAPES, Scene
 
 
-def lr_at(epoch: float, *, peak: float, floor: float, warmup: float, decay_from: float, epochs: float) -> float:
+def lr_at(
+    epoch: float, *, peak: float, floor: float, warmup: float, decay_from: float, epochs: float
+) -> float:
     """Published learning rate at a fractional epoch: linear warm-up from 0, constant, then half a cosine to ``floor``."""
     if epoch < warmup:
         return peak * epoch / warmup
@@ -28,3 +42,84 @@ def crop_adm(pixels: np.ndarray, size: int) -> np.ndarray:
     array = np.asarray(image.resize(resized, resample=Image.Resampling.BICUBIC))
     top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
     return array[top : top + size, left : left + size]
+
+
+SHAPES_MODEL = LPDConfig(
+    dim=192,
+    depth=5,
+    heads=6,
+    vocab=512,
+    classes=len(COLOURS) * len(SHAPES),
+    grid=16,
+    dropout=0.0,
+    class_drop=0.1,
+    text_vocab=-(-(len(SPECIALS) + len(vocabulary())) // 8) * 8,
+    text_len=MAX_WORDS,
+)
+#: class names of the shapes model, by label
+CLASS_NAMES = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
+
+
+def class_of(scene: Scene) -> int:
+    """Label of a scene: its object's colour and shape, or -1 unless there is exactly one object."""
+    if len(scene.objects) != 1:
+        return -1
+    return CLASS_NAMES.index(f"{scene.objects[0].colour} {scene.objects[0].shape}")
+
+
+def caption_reader() -> Callable[[str], Tensor]:
+    """Caption -> word ids [text_len], as the shapes world tokenizes; unknown words raise ``ValueError``."""
+    tokenizer = build_tokenizer()
+
+    def read(text: str) -> Tensor:
+        ids, _ = tokenize(tokenizer, [text])
+        unknown = tokenizer.convert_tokens_to_ids("<unk>")
+        if bool((ids == unknown).any()):
+            raise ValueError(f"{text!r} has words that the shapes world does not know")
+        return ids[0]
+
+    return read
+
+
+def permutations(batch: int, tokens: int) -> Tensor:
+    """Uniform random orders int64 [batch, tokens] from torch's global generator."""
+    return torch.rand(batch, tokens).argsort(dim=1)
+
+
+def lpd_loss(
+    model: LPD, tokens: Tensor, labels: Tensor, words: Tensor | None, groups: Sequence[int]
+) -> Tensor:
+    """Mean cross entropy over all places in a random order, for one group-size list."""
+    orders = permutations(*tokens.shape).to(tokens.device)
+    logits = model(tokens, labels, orders, groups, words)
+    return F.cross_entropy(logits.flatten(0, 1), tokens.gather(1, orders).flatten())
+
+
+def train_lpd(
+    model: LPD,
+    codes: Tensor,
+    labels: Tensor,
+    words: Tensor | None,
+    folder: Path,
+    settings: Fit,
+    *,
+    name: str = "lpd",
+) -> LPD:
+    """Train, or resume, on a data set of codes. Every step draws one of the group-size lists, as published.
+
+    Args:
+        codes: int64 [count, N] raster order; labels: int64 [count], -1 for none; words: int64 [count, text_len].
+            Samples that have both a label and a caption show the model one of the two at random.
+    """
+    lists = training_lists(model.config.tokens)
+
+    def loss(pick: Tensor) -> Tensor:
+        groups = lists[int(torch.randint(len(lists), (1,)))]
+        label, word = labels[pick], None if words is None else words[pick]
+        if word is not None:
+            by_label = (label >= 0) & (torch.rand(len(pick)) < 0.5)
+            label, word = torch.where(by_label, label, -1), word.masked_fill(by_label[:, None], 0)
+        return lpd_loss(model, codes[pick], label, word, groups)
+
+    fit(model, loss, len(codes), folder, name, settings, matrices=model.blocks)
+    return model

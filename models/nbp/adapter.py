@@ -69,9 +69,13 @@ class NBPModel(ImageModel):
     ) -> None:
         cfg = net.config
         if not 0 <= given_frames < cfg.grid[0]:
-            raise ValueError(f"{name} has {cfg.grid[0]} latent frames; given_frames must be below that, not {given_frames}")
+            raise ValueError(
+                f"{name} has {cfg.grid[0]} latent frames; given_frames must be below that, not {given_frames}"
+            )
         if not cfg.hybrid and given_frames == 0:
-            raise ValueError(f"{name} has no begin-of-video token: it continues given frames (given_frames >= 1)")
+            raise ValueError(
+                f"{name} has no begin-of-video token: it continues given frames (given_frames >= 1)"
+            )
         if tokenizer is not None and tokenizer.codebook_size != cfg.video_vocab:
             raise ValueError(
                 f"{name} has {cfg.video_vocab} video codes, its tokenizer {tokenizer.codebook_size}: another tokenizer"
@@ -84,9 +88,13 @@ class NBPModel(ImageModel):
         if defaults is not None:
             self.defaults = defaults  # type: ignore[misc]
         self.only_decoders = ("nbp",) if cfg.block > 1 else ()
-        self.provides = frozenset({"grid", "blocks"} if cfg.block > 1 else {"grid", "blocks", "tree_mask", "row_causal"})
+        self.provides = frozenset(
+            {"grid", "blocks"} if cfg.block > 1 else {"grid", "blocks", "tree_mask", "row_causal"}
+        )
         frames, rows, columns = cfg.grid
-        self.layout = Layout((frames - given_frames, rows, columns), cfg.vocab if joint_ids else cfg.video_vocab)
+        self.layout = Layout(
+            (frames - given_frames, rows, columns), cfg.vocab if joint_ids else cfg.video_vocab
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -117,7 +125,9 @@ class NBPModel(ImageModel):
 
     def dummy_conditioning(self, batch: int) -> Conditioning:
         cfg = self.net.config
-        data: dict[str, Any] = {"given": torch.zeros(batch, self.given_tokens, dtype=torch.long, device=self.device)}
+        data: dict[str, Any] = {
+            "given": torch.zeros(batch, self.given_tokens, dtype=torch.long, device=self.device)
+        }
         if cfg.hybrid:
             data["text"] = torch.zeros(batch, cfg.cond_tokens, dtype=torch.long, device=self.device)
         return self.conditioning(data, batch)
@@ -136,7 +146,9 @@ class NBPModel(ImageModel):
         """Codes int64 [B, K] of the frames to continue, in raster order."""
         if self.given_frames == 0:
             if any(item.frames is not None for item in items):
-                raise ValueError(f"{self.name} was loaded to generate from text alone; load it with given_frames=1 or more")
+                raise ValueError(
+                    f"{self.name} was loaded to generate from text alone; load it with given_frames=1 or more"
+                )
             return torch.empty(len(items), 0, dtype=torch.long, device=self.device)
         if self.tokenizer is None:
             raise ValueError(f"{self.name} was loaded without a tokenizer and cannot read frames")
@@ -145,7 +157,9 @@ class NBPModel(ImageModel):
             if item.frames is None or item.frames.ndim != 4 or item.frames.shape[1] != 3:
                 raise ValueError(f"{self.name} continues {need} frames [T, 3, H, W]; a prompt brings none")
             if item.frames.shape[0] != need:
-                raise ValueError(f"{self.name} continues exactly {need} frames, a prompt brings {item.frames.shape[0]}")
+                raise ValueError(
+                    f"{self.name} continues exactly {need} frames, a prompt brings {item.frames.shape[0]}"
+                )
         shapes = {tuple(item.frames.shape) for item in items if item.frames is not None}
         if len(shapes) != 1:
             raise ValueError(f"all prompts of a batch must bring frames of one size, got {sorted(shapes)}")
@@ -165,7 +179,9 @@ class NBPModel(ImageModel):
         given, text, uncond = data["given"], data.get("text"), data.get("no_text")
         ids = input_ids(cfg, given, text, given.shape[1])
         if cfg.hybrid:
-            uncond = torch.zeros(cond.batch, dtype=torch.bool, device=ids.device) if uncond is None else uncond
+            uncond = (
+                torch.zeros(cond.batch, dtype=torch.bool, device=ids.device) if uncond is None else uncond
+            )
             if guidance:
                 uncond = torch.cat([uncond, torch.ones_like(uncond)])
         ids = ids.repeat(branches, 1)

@@ -56,7 +56,9 @@ class NBPConfig:
         if self.cond_tokens == 0 and self.text_vocab:
             raise ValueError("a model without condition tokens has no text ids: set text_vocab=0")
         if self.prefix + self.tokens > self.positions:
-            raise ValueError(f"{self.prefix + self.tokens} places need a larger position table than {self.positions}")
+            raise ValueError(
+                f"{self.prefix + self.tokens} places need a larger position table than {self.positions}"
+            )
 
     @property
     def hybrid(self) -> bool:
@@ -100,7 +102,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [R, N, D] -> q, k, v [R, H, N, hd]."""
         q, k, v = (
-            layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         return q, k, v
 
@@ -268,7 +271,13 @@ class NBP(nn.Module):
         )
 
     def forward_window(
-        self, x: Tensor, slots: Tensor, mask: Tensor, cache: Tensor, limit: int, outputs: Tensor | slice | None = None
+        self,
+        x: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: Tensor,
+        limit: int,
+        outputs: Tensor | slice | None = None,
     ) -> Tensor:
         """One pass over rows x [R, N, D] written to cache ``slots`` [R, N]; ``mask`` bool [R, N, limit].
 

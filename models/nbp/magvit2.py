@@ -173,7 +173,9 @@ class Magvit2(nn.Module):
         """Video [B, T, 3, H, W] -> encoder output before quantisation [B, C, T', H', W']."""
         t, h, w = self.config.stride
         if video.ndim != 5 or video.shape[2] != 3 or not video.is_floating_point():
-            raise ValueError(f"videos must be float [B, T, 3, H, W] in [0, 1], got {video.dtype} {tuple(video.shape)}")
+            raise ValueError(
+                f"videos must be float [B, T, 3, H, W] in [0, 1], got {video.dtype} {tuple(video.shape)}"
+            )
         if (video.shape[1] - 1) % t or video.shape[3] % h or video.shape[4] % w:
             raise ValueError(
                 f"videos must have 1 + {t} n frames and sides divisible by {h} and {w}, got {video.shape[1]} frames of"

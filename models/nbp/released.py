@@ -42,7 +42,9 @@ def read_container(path: str | Path) -> dict[str, Tensor]:
         if key.startswith("transformer.") and "mask" not in key:
             found[key.removeprefix("transformer.")] = value
     if "tok_emb.weight" not in found or "pos_emb" not in found:
-        raise ValueError(f"{path} is no NBP checkpoint: transformer.tok_emb.weight and transformer.pos_emb are missing")
+        raise ValueError(
+            f"{path} is no NBP checkpoint: transformer.tok_emb.weight and transformer.pos_emb are missing"
+        )
     return found
 
 
@@ -62,9 +64,13 @@ def config_of(
     if cond:
         special = vocab - video_vocab - text_vocab
         if special < 1:
-            raise ValueError(f"{vocab} ids cannot hold {video_vocab} video and {text_vocab} text ids: other vocabularies")
+            raise ValueError(
+                f"{vocab} ids cannot hold {video_vocab} video and {text_vocab} text ids: other vocabularies"
+            )
         if block not in (None, special):
-            raise ValueError(f"this checkpoint has {special} special tokens, i.e. block size {special}, not {block}")
+            raise ValueError(
+                f"this checkpoint has {special} special tokens, i.e. block size {special}, not {block}"
+            )
         block = special
     elif vocab != video_vocab:
         raise ValueError(f"{vocab} ids without a condition, but {video_vocab} video codes were expected")

@@ -60,7 +60,9 @@ class LPD(Decoder):
     ) -> None:
         super().__init__()
         if guidance_schedule not in SCHEDULES:
-            raise ValueError(f"guidance_schedule must be one of {', '.join(SCHEDULES)}, got {guidance_schedule!r}")
+            raise ValueError(
+                f"guidance_schedule must be one of {', '.join(SCHEDULES)}, got {guidance_schedule!r}"
+            )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
         self.steps, self.repulsion, self.proximity = steps, repulsion, proximity
@@ -85,7 +87,9 @@ class LPD(Decoder):
             return torch.zeros(layout.total, dtype=torch.bool)
         known, (_, rows, columns) = self._known, layout.grid
         if known.is_floating_point() or known.shape[-2:] != (rows, columns) or known.ndim not in (2, 3):
-            raise ValueError(f"known must be integer codes [{rows}, {columns}] or [B, {rows}, {columns}], -1 = free")
+            raise ValueError(
+                f"known must be integer codes [{rows}, {columns}] or [B, {rows}, {columns}], -1 = free"
+            )
         if int(known.max()) >= layout.vocab or int(known.min()) < -1:
             raise ValueError(f"known codes must lie in -1..{layout.vocab - 1}: codes of another tokenizer?")
         mask = (known >= 0).reshape(-1, layout.total)

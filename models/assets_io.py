@@ -1,0 +1,53 @@
+"""Weights that ship with the package: safetensors in half precision, hyper-parameters in the file's metadata."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+MAX_BYTES = 6_000_000
+
+
+def save_asset(module: nn.Module, config: Any, path: Path, **facts: Any) -> None:
+    """Write the state dict in float16 with ``config`` (a dataclass) and other facts as metadata.
+
+    Raises:
+        ValueError: the file would exceed 6 MB, or a weight does not fit float16.
+    """
+    state = {}
+    for key, value in module.state_dict().items():
+        half = (
+            value.detach().half().contiguous() if value.is_floating_point() else value.detach().contiguous()
+        )
+        if half.is_floating_point() and not bool(half.isfinite().all()):
+            raise ValueError(f"{key} holds values that float16 cannot")
+        state[key] = half
+    size = sum(t.numel() * t.element_size() for t in state.values())
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"{path.name} would take {size / 1e6:.1f} MB; shipped weights stay below {MAX_BYTES / 1e6:.0f} MB"
+        )
+    if not is_dataclass(config) or isinstance(config, type):
+        raise ValueError("config must be a dataclass instance")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path, metadata={"config": json.dumps(asdict(config)), "facts": json.dumps(facts)})
+
+
+def read_asset(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """State dict in float32, hyper-parameters and facts of a file that :func:`save_asset` wrote."""
+    if not path.is_file():
+        raise ValueError(f"weights {path} are missing from this installation")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    if "config" not in metadata:
+        raise ValueError(f"{path} carries no hyper-parameters: not a file of this package")
+    state = {key: value.float() if value.dtype == torch.float16 else value for key, value in state.items()}
+    return state, json.loads(metadata["config"]), json.loads(metadata.get("facts", "{}"))
