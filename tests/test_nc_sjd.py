@@ -144,3 +144,23 @@ def test_bad_tables(tmp_path):
         NCSJD(coupling="independent")
     with pytest.raises(ValueError, match="passes"):
         NCSJD(passes=0)
+
+
+def test_calibration_measures_real_effects():
+    """On a model whose law depends strongly on its neighbours the measured tables reduce the staleness."""
+    from visacc.calibrate import calibrate
+
+    model = tiny_llamagen(vocab=16)
+    ticks = []
+    tables, staleness = calibrate(
+        model, [1, 2], SamplingParams(), contexts=24, rank=16, progress=lambda done, total: ticks.append((done, total))
+    )
+    assert ticks[-1] == (24, 24)
+    tables.check(model)
+    assert len(staleness.before) == 5
+    assert staleness.before[0] > 0.05
+    assert min(staleness.ratio) < 1
+    again, _ = calibrate(model, [1, 2], SamplingParams(), contexts=24, rank=16)
+    assert torch.equal(again.left, tables.left)
+    with pytest.raises(ValueError, match="contexts"):
+        calibrate(model, [1], SamplingParams(), contexts=2)
