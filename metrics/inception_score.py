@@ -16,28 +16,39 @@ from torch import Tensor
 
 from visacc.metrics.stats import ArrayLike, as_features
 
+BLOCK = 4096
 
-def _score(logits: Tensor) -> float:
-    """exp of the mean KL of softmax(logits) [n, c] against their mean."""
-    log_p = torch.log_softmax(logits, dim=1)
-    p = log_p.exp()
-    marginal = torch.logsumexp(log_p, dim=0) - float(np.log(len(logits)))
-    return float(torch.exp((p * (log_p - marginal)).sum(dim=1).mean()))
+
+def _score(logits: ArrayLike, rows: np.ndarray) -> float:
+    """exp of the mean KL of softmax(logits[rows]) against their mean: mean sum p log p minus sum m log m.
+
+    One pass in blocks, so logits may be a memory-mapped file.
+    """
+    negative_entropy, marginal = 0.0, torch.zeros(logits.shape[1], dtype=torch.float64)
+    for i in range(0, len(rows), BLOCK):
+        index = rows[i : i + BLOCK]
+        x = as_features(
+            logits[torch.from_numpy(index)] if isinstance(logits, Tensor) else logits[index], "logits"
+        )
+        log_p = torch.log_softmax(x, dim=1)
+        p = log_p.exp()
+        negative_entropy += float((p * log_p).sum())
+        marginal += p.sum(dim=0).cpu()
+    m = marginal / len(rows)
+    return float(np.exp(negative_entropy / len(rows) - float(torch.special.xlogy(m, m).sum())))
 
 
 def inception_score(
     logits: ArrayLike, *, splits: int = 10, shuffle: bool = True, seed: int = 2020
 ) -> tuple[float, float]:
     """(mean, std with ddof 0) over splits of logits [n, c]; torch-fidelity's rule."""
-    x = as_features(logits, "logits")
-    n = len(x)
+    n = len(logits)
     if splits < 1 or n < 2 * splits:
         raise ValueError(
             f"an Inception Score over {splits} splits needs at least {2 * splits} images, got {n}"
         )
-    if shuffle:
-        x = x[torch.from_numpy(np.random.RandomState(seed).permutation(n)).to(x.device)]
-    scores = [_score(x[i * n // splits : (i + 1) * n // splits]) for i in range(splits)]
+    order = np.random.RandomState(seed).permutation(n) if shuffle else np.arange(n)
+    scores = [_score(logits, np.sort(order[i * n // splits : (i + 1) * n // splits])) for i in range(splits)]
     return float(np.mean(scores)), float(np.std(scores))
 
 
@@ -48,15 +59,16 @@ def inception_score_adm(
 
     labels [n], if known, only serve a warning: sorted labels make this number incomparable.
     """
-    x = as_features(logits, "logits")
-    if len(x) < 2:
-        raise ValueError(f"an Inception Score needs at least 2 images, got {len(x)}")
-    if labels is not None and len(x) > split_size:
+    n = len(logits)
+    if n < 2:
+        raise ValueError(f"an Inception Score needs at least 2 images, got {n}")
+    if labels is not None and n > split_size:
         y = np.asarray(labels)
-        if len(y) == len(x) and bool((np.diff(y) >= 0).all()) and y[0] != y[-1]:
+        if len(y) == n and bool((np.diff(y) >= 0).all()) and y[0] != y[-1]:
             warnings.warn(
                 "the samples are sorted by class: ADM's Inception Score cuts chunks in file order and "
                 "will be far too low; shuffle the file, or use the torch-fidelity rule",
                 stacklevel=2,
             )
-    return float(np.mean([_score(x[i : i + split_size]) for i in range(0, len(x), split_size)]))
+    chunks = (np.arange(i, min(i + split_size, n)) for i in range(0, n, split_size))
+    return float(np.mean([_score(logits, rows) for rows in chunks]))

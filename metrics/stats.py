@@ -21,7 +21,7 @@ ArrayLike = np.ndarray | Tensor
 
 def as_features(x: ArrayLike, name: str = "features") -> Tensor:
     """[n, d] float64 tensor, checked: two dimensions, finite. float32 input is cast before any arithmetic."""
-    t = torch.as_tensor(np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x).detach()
+    t = torch.as_tensor(np.array(x, order="C") if isinstance(x, np.ndarray) else x).detach()
     if t.ndim != 2:
         raise ValueError(f"{name} must be [n, d], got shape {tuple(t.shape)}")
     t = t.to(torch.float64)
