@@ -42,7 +42,9 @@ class Layout:
     def __post_init__(self) -> None:
         images = self.total if self.forced is None else sum(f < 0 for f in self.forced)
         if images != self.n_image:
-            raise ValueError(f"layout has {images} image slots but its grid {self.grid} has {self.n_image} cells")
+            raise ValueError(
+                f"layout has {images} image slots but its grid {self.grid} has {self.n_image} cells"
+            )
 
     @property
     def n_image(self) -> int:

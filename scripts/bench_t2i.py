@@ -91,7 +91,12 @@ def configurations(windows: list[int], auto: bool) -> list[tuple[str, dict[str, 
 
 
 def measure(
-    model: ImageModel, rows: list[tuple[str, dict[str, Any]]], batch: int, images: int, repeats: int, guidance: float | None
+    model: ImageModel,
+    rows: list[tuple[str, dict[str, Any]]],
+    batch: int,
+    images: int,
+    repeats: int,
+    guidance: float | None,
 ) -> list[Row]:
     """All rows of one model and batch size, interleaved."""
     pipe = TextToImagePipeline(model)
@@ -175,7 +180,12 @@ def transformers_loop(model: ImageModel, repeats: int) -> dict[str, float]:
         pipe(prompt, output_type="codes", guidance_scale=1.0, temperature=1.0, top_k=0, top_p=1.0, seed=turn)
         middle = time.perf_counter()
         llama.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=cfg.block_size, do_sample=True, top_k=0, use_cache=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=cfg.block_size,
+            do_sample=True,
+            top_k=0,
+            use_cache=True,
         )
         if turn:
             times["ar"].append(middle - start)
@@ -186,7 +196,17 @@ def transformers_loop(model: ImageModel, repeats: int) -> dict[str, float]:
 def show(rows: list[Row], loops: dict[str, dict[str, float]]) -> None:
     console = Console(width=150)
     table = Table(
-        "model", "decoder", "options", "batch", "steps", "tokens/step", "fed/step", "s/image", "x AR", "step ms", "overhead"
+        "model",
+        "decoder",
+        "options",
+        "batch",
+        "steps",
+        "tokens/step",
+        "fed/step",
+        "s/image",
+        "x AR",
+        "step ms",
+        "overhead",
     )
     for r in rows:
         options = " ".join(f"{k}={v}" for k, v in r.options.items())
@@ -212,14 +232,20 @@ def show(rows: list[Row], loops: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["shapes-t2i", "random-110M"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--windows", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--prompts", type=int, default=32, help="images per row of the embedded model")
-    parser.add_argument("--cost-prompts", type=int, default=8, help="images per row of the random-weight model")
+    parser.add_argument(
+        "--cost-prompts", type=int, default=8, help="images per row of the random-weight model"
+    )
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--guidance-scale", type=float, default=None, help="default: the model's own (random-110M: 2)")
+    parser.add_argument(
+        "--guidance-scale", type=float, default=None, help="default: the model's own (random-110M: 2)"
+    )
     parser.add_argument("--no-auto", action="store_true", help="leave the row of window=auto out")
     parser.add_argument("--out", default=None, help="JSON file")
     args = parser.parse_args()
@@ -231,7 +257,12 @@ def main() -> None:
         guidance = args.guidance_scale or (2.0 if name == "random-110M" else None)
         for batch in args.batches:
             rows += measure(
-                model, configurations(args.windows, not args.no_auto), batch, max(images, batch), args.repeats, guidance
+                model,
+                configurations(args.windows, not args.no_auto),
+                batch,
+                max(images, batch),
+                args.repeats,
+                guidance,
             )
         loops[model.name] = transformers_loop(model, 3)
     show(rows, loops)
@@ -241,7 +272,11 @@ def main() -> None:
         record = {
             "visacc": __version__,
             "torch": torch.__version__,
-            "machine": {"processor": platform.processor(), "threads": torch.get_num_threads(), "device": "cpu"},
+            "machine": {
+                "processor": platform.processor(),
+                "threads": torch.get_num_threads(),
+                "device": "cpu",
+            },
             "rows": [asdict(r) | {"overhead": r.overhead} for r in rows],
             "plain_loops_seconds_per_image": loops,
         }

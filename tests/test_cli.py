@@ -36,7 +36,9 @@ def test_generate_writes_pictures_and_statistics(capsys, tmp_path, model):
     assert "4 images" in text
     assert "step compression" in text
     files = {p.name for p in out.iterdir()}
-    assert files == {"contact_sheet.png", "stats.json"} | {f"{p}00{i}.png" for p in ("", "trace_") for i in range(4)}
+    assert files == {"contact_sheet.png", "stats.json"} | {
+        f"{p}00{i}.png" for p in ("", "trace_") for i in range(4)
+    }
     assert Image.open(out / "000.png").size == (12, 12)
     record = json.loads((out / "stats.json").read_text())
     assert record["decoder"] == "mc-sjd"
@@ -48,14 +50,31 @@ def test_generate_writes_pictures_and_statistics(capsys, tmp_path, model):
 
     again = tmp_path / "again"
     seed = str(record["images"][2]["seed"])
-    visacc(capsys, "generate", "4", "-m", model, "-d", "ar", "--seed", seed, "-o", str(again), "-q", "--guidance-scale", "2")
+    visacc(
+        capsys,
+        "generate",
+        "4",
+        "-m",
+        model,
+        "-d",
+        "ar",
+        "--seed",
+        seed,
+        "-o",
+        str(again),
+        "-q",
+        "--guidance-scale",
+        "2",
+    )
     assert list(Image.open(again / "000.png").getdata()) == list(Image.open(out / "002.png").getdata())
 
 
 def test_prompts_file(capsys, tmp_path, model):
     file = tmp_path / "prompts.txt"
     file.write_text("1\n\n2\n")
-    code, text, _ = visacc(capsys, "generate", "-m", model, "--prompts-file", str(file), "-o", str(tmp_path / "o"), "-q")
+    code, text, _ = visacc(
+        capsys, "generate", "-m", model, "--prompts-file", str(file), "-o", str(tmp_path / "o"), "-q"
+    )
     assert code == 0
     assert "2 images" in text
 
@@ -130,7 +149,9 @@ def test_list_shows_decoders_and_models(capsys):
 
 
 def test_module_entry_point_and_quick_import():
-    done = subprocess.run([sys.executable, "-m", "visacc", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "visacc", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("visacc ")
     light = "import sys, visacc; assert 'torch' not in sys.modules, 'import visacc alone must not load torch'"
     subprocess.run([sys.executable, "-c", light], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,7 +92,7 @@ def test_the_loop_looks_at_the_device_only_at_the_periodic_check(model, monkeypa
     for decoder in (AR(), SJD(8), MCSJD(8), MCSJD(8, "gumbel-exact")):
         marks = []
         run(model, decoder, [0, 1], check_every=6, callback=lambda info, m=marks: m.append(counts["calls"]))
-        per_step = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        per_step = [b - a for a, b in pairwise(marks)]
         quiet = [n for i, n in enumerate(per_step) if i % 6]  # a check shows in the step after it
         assert quiet, decoder.name
         assert set(quiet) == {0}, f"{decoder.name}: {per_step}"

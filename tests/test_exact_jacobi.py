@@ -270,7 +270,7 @@ def test_law_is_exact_with_three_codes(monkeypatch):
         return logits.masked_fill(logits < logits.topk(2).values[..., -1:], -math.inf).softmax(-1)
 
     expected = model.law(processed)
-    assert set(k for k, v in found.items() if v > 0) == set(expected)
+    assert {k for k, v in found.items() if v > 0} == set(expected)
     assert max(abs(found[k] - v) for k, v in expected.items()) < 1e-12
 
 

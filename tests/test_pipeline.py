@@ -39,7 +39,9 @@ def test_outputs_of_every_type(pipe):
 
 
 def test_the_recorded_seed_reproduces_an_image_alone(pipe):
-    many = pipe([1, 2, 3], num_images_per_prompt=2, seed=7, batch_size=4, output_type="codes", guidance_scale=2.0)
+    many = pipe(
+        [1, 2, 3], num_images_per_prompt=2, seed=7, batch_size=4, output_type="codes", guidance_scale=2.0
+    )
     labels = [1, 1, 2, 2, 3, 3]
     assert many.seeds[0] == 7
     assert len(set(many.seeds)) == 6
@@ -79,7 +81,9 @@ def test_callback_sees_tensors_and_can_interrupt(pipe):
         seen.append((step, tensors["token_ids"].shape, committed.shape))
         p.interrupt = step >= 3
 
-    out = pipe([1, 2], callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["token_ids"], seed=0)
+    out = pipe(
+        [1, 2], callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["token_ids"], seed=0
+    )
     assert [s[0] for s in seen] == [1, 2, 3]
     assert seen[0][1] == (2, 36)
     assert out.stats.unfinished
@@ -87,7 +91,13 @@ def test_callback_sees_tensors_and_can_interrupt(pipe):
 
 def test_progress_reaches_the_end(pipe):
     ticks = []
-    pipe([1, 2, 3], batch_size=2, seed=0, output_type="codes", progress=lambda done, total: ticks.append((done, total)))
+    pipe(
+        [1, 2, 3],
+        batch_size=2,
+        seed=0,
+        output_type="codes",
+        progress=lambda done, total: ticks.append((done, total)),
+    )
     assert ticks[-1] == (108, 108)
     assert ticks == sorted(ticks)
 
@@ -186,13 +196,13 @@ def test_plugins_are_listed_and_broken_ones_only_warn(monkeypatch):
         FakeEntry("wrong", int),
     )
     monkeypatch.setattr(registry, "_plugins", lambda group: plugins if group == "visacc.decoders" else ())
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="plug-in") as caught:
         names = [e.name for e in registry.decoder_entries()]
     assert "leap" in names
     assert "other:ar" in names
     assert names.count("ar") == 1
     assert len([w for w in caught if "bad" in str(w.message) or "wrong" in str(w.message)]) == 2
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="plug-in"):
         assert isinstance(registry.make_decoder("other:ar"), Leap)
     assert isinstance(registry.make_decoder("ar"), AR)
     assert not isinstance(registry.make_decoder("ar"), Leap)

@@ -41,7 +41,10 @@ class TableModel(ImageModel):
         base = vocab + 1
         self.base = base
         self.tables = [
-            [(torch.randn(base**t, vocab, generator=g, dtype=torch.float64) * std).to(dtype) for t in range(slots)]
+            [
+                (torch.randn(base**t, vocab, generator=g, dtype=torch.float64) * std).to(dtype)
+                for t in range(slots)
+            ]
             for _ in range(2)
         ]
         self._module = torch.nn.Linear(1, 1)
@@ -92,7 +95,9 @@ class TableModel(ImageModel):
             for t in range(1, total):
                 power = self.base ** torch.arange(t - 1, -1, -1)
                 index = (context[..., :t] * power).sum(-1)
-                logits = torch.where((proposal.positions == t - 1)[..., None], self.tables[branch][t][index], logits)
+                logits = torch.where(
+                    (proposal.positions == t - 1)[..., None], self.tables[branch][t][index], logits
+                )
             outputs.append(logits)
         return ModelOutput(outputs[0], outputs[1] if state.branches > 1 else None)
 

@@ -32,7 +32,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
 ) -> None:
     pass
 
@@ -48,7 +50,9 @@ def list_command(
     if what not in ("all", "decoders", "models"):
         raise ValueError(f"'visacc list' takes all, decoders or models, not {what!r}")
     if what != "models":
-        table = Table("decoder", "output", "options", "what it does", "from", title="Decoders", title_justify="left")
+        table = Table(
+            "decoder", "output", "options", "what it does", "from", title="Decoders", title_justify="left"
+        )
         for entry in decoder_entries():
             options = ", ".join(f"{k}={v}" for k, v in entry.options.items())
             exact = "lossless" if entry.cls.lossless else "lossy"

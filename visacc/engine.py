@@ -264,7 +264,9 @@ def _note_nan(broken: Tensor, law: Tensor, live: Tensor | None, step: int) -> Te
     return torch.where((broken == 0) & nan.any(), step, broken)
 
 
-def _raise_if_broken(model: ImageModel, state: DecodeState, proposal: Proposal | None, broken: Tensor) -> None:
+def _raise_if_broken(
+    model: ImageModel, state: DecodeState, proposal: Proposal | None, broken: Tensor
+) -> None:
     step = int(broken)
     if not step:
         return

@@ -14,24 +14,40 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, or class labels for class models.")] = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model name, folder, file or hub id.")] = "shapes-t2i",
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts, or class labels for class models.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model name, folder, file or hub id.")
+    ] = "shapes-t2i",
     decoder: Annotated[str, typer.Option("--decoder", "-d", help="Decoder name, see 'visacc list'.")] = "ar",
     count: Annotated[int, typer.Option("--num-images", "-n", help="Images per prompt.")] = 1,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("out"),
     prompts_file: Annotated[Path | None, typer.Option(help="Text file with one prompt a line.")] = None,
-    window: Annotated[str | None, typer.Option(help="Window of Jacobi decoders: a number, or 'auto'.")] = None,
-    option: Annotated[list[str] | None, typer.Option("--option", "-O", help="Decoder option, name=value.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed; without one a random seed is drawn and recorded.")] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 switches it off.")] = None,
+    window: Annotated[
+        str | None, typer.Option(help="Window of Jacobi decoders: a number, or 'auto'.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-O", help="Decoder option, name=value.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; without one a random seed is drawn and recorded.")
+    ] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="Classifier-free guidance; 1 switches it off.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable codes; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images decoded together (8).")] = None,
     image_size: Annotated[int | None, typer.Option(help="Pixels, for models of several sizes.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Also draw which step committed each token.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also draw which step committed each token.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
     """Generate images."""
@@ -41,9 +57,7 @@ def generate(
 
     from visacc.loading import load
 
-    pipe = load(
-        model, decoder=decoder, device=device, dtype=dtype, image_size=image_size, **options
-    )
+    pipe = load(model, decoder=decoder, device=device, dtype=dtype, image_size=image_size, **options)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet, transient=True) as bar:
         task = bar.add_task(f"{decoder}", total=1.0)
@@ -75,7 +89,9 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str | int]:
             raise ValueError(f"prompts file {file} does not exist")
         lines += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
-        raise ValueError('give at least one prompt, e.g. visacc generate "a red circle left of a blue square"')
+        raise ValueError(
+            'give at least one prompt, e.g. visacc generate "a red circle left of a blue square"'
+        )
     return [int(line) if re.fullmatch(r"\d+", line.strip()) else line for line in lines]
 
 

@@ -12,7 +12,18 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 _VIRIDIS = np.array(
-    [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [110, 206, 88], [181, 222, 43], [253, 231, 37]],
+    [
+        [68, 1, 84],
+        [72, 40, 120],
+        [62, 74, 137],
+        [49, 104, 142],
+        [38, 130, 142],
+        [31, 158, 137],
+        [53, 183, 121],
+        [110, 206, 88],
+        [181, 222, 43],
+        [253, 231, 37],
+    ],
     dtype=np.float64,
 )
 
@@ -35,7 +46,9 @@ def save_json(data: Any, path: Path) -> None:
     write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=2) + "\n"))
 
 
-def contact_sheet(images: list[Image.Image], columns: int | None = None, cell: int = 128, gap: int = 4) -> Image.Image:
+def contact_sheet(
+    images: list[Image.Image], columns: int | None = None, cell: int = 128, gap: int = 4
+) -> Image.Image:
     """All images on one sheet, scaled to at least ``cell`` pixels without smoothing small ones away."""
     width, height = images[0].size
     factor = max(1, cell // max(width, height))
@@ -64,7 +77,9 @@ def commit_map(image: Image.Image, steps: np.ndarray, side: int = 384) -> Image.
         steps: int [H, W] step per grid cell (0 = never committed).
     """
     last = max(int(steps.max()), 1)
-    heat = Image.fromarray(colourise((steps - 1) / max(last - 1, 1))).resize((side, side), Image.Resampling.NEAREST)
+    heat = Image.fromarray(colourise((steps - 1) / max(last - 1, 1))).resize(
+        (side, side), Image.Resampling.NEAREST
+    )
     shown = image.convert("RGB").resize((side, side), Image.Resampling.NEAREST)
     bar, gap, foot = 16, 12, 34
     canvas = Image.new("RGB", (2 * side + bar + 5 * gap + 24, side + 2 * gap + foot), "white")

@@ -159,7 +159,9 @@ class TextToImagePipeline:
                 sampling,
                 seeds[part],
                 callback=callback if callback_on_step_end else None,
-                progress=None if progress is None else lambda n, _t, d=done, s=size: progress(d + n * s, whole),
+                progress=None
+                if progress is None
+                else lambda n, _t, d=done, s=size: progress(d + n * s, whole),
             )
             results.append(result)
             if output_type != "codes":
@@ -207,10 +209,14 @@ class TextToImagePipeline:
     def _prompts(self, prompt: Any, repeat: int) -> list[Any]:
         many = [prompt] if isinstance(prompt, (str, int)) else prompt
         if not isinstance(many, (list, tuple)) or not many:
-            raise ValueError(f"prompt must be a text, a class label or a non-empty list of them, got {prompt!r}")
+            raise ValueError(
+                f"prompt must be a text, a class label or a non-empty list of them, got {prompt!r}"
+            )
         for p in many:
             if isinstance(p, bool) or not isinstance(p, (str, int)):
-                raise ValueError(f"prompt must be a text or a class label, got {p!r} of type {type(p).__name__}")
+                raise ValueError(
+                    f"prompt must be a text or a class label, got {p!r} of type {type(p).__name__}"
+                )
             if isinstance(p, str) and not p.strip():
                 raise ValueError("the prompt is empty: describe the picture you want")
         repeat = _positive("num_images_per_prompt", repeat)
@@ -224,7 +230,9 @@ class TextToImagePipeline:
             return [negative] * count
         many = [n for n in negative for _ in range(repeat)]
         if len(many) != count:
-            raise ValueError(f"{count // repeat} prompts need as many negative prompts, got {len(many) // repeat}")
+            raise ValueError(
+                f"{count // repeat} prompts need as many negative prompts, got {len(many) // repeat}"
+            )
         return many
 
 

@@ -112,13 +112,17 @@ def make_decoder(decoder: str | Decoder, **options: Any) -> Decoder:
     """
     if isinstance(decoder, Decoder):
         if options:
-            raise ValueError(f"options {sorted(options)} cannot be given together with a decoder object; set them on it")
+            raise ValueError(
+                f"options {sorted(options)} cannot be given together with a decoder object; set them on it"
+            )
         return decoder
     entry = decoder_entry(decoder)
     wrong = sorted(set(options) - set(entry.options))
     if wrong:
         known = ", ".join(f"{k}={v!r}" for k, v in entry.options.items()) or "none"
-        raise ValueError(f"decoder {entry.name!r} has no option {', '.join(map(repr, wrong))} (its options: {known})")
+        raise ValueError(
+            f"decoder {entry.name!r} has no option {', '.join(map(repr, wrong))} (its options: {known})"
+        )
     return entry.cls(**options)
 
 

@@ -52,7 +52,9 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.guidance_interval < -1:
-            raise ValueError(f"guidance_interval must be -1 (always) or a slot number, got {self.guidance_interval}")
+            raise ValueError(
+                f"guidance_interval must be -1 (always) or a slot number, got {self.guidance_interval}"
+            )
 
     @property
     def guided(self) -> bool:
@@ -65,7 +67,11 @@ class SamplingParams:
 
 
 def probs(
-    output: ModelOutput, slots: Tensor, layout: Layout, sampling: SamplingParams, guidance: Tensor | None = None
+    output: ModelOutput,
+    slots: Tensor,
+    layout: Layout,
+    sampling: SamplingParams,
+    guidance: Tensor | None = None,
 ) -> Tensor:
     """The law of every predicted slot after all processing.
 

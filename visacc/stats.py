@@ -76,9 +76,13 @@ class DecodeStats:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        return cls(decoder, layout.total, zeros(batch), zeros(batch, layout.total), zeros(0, batch), zeros(0, batch))
+        return cls(
+            decoder, layout.total, zeros(batch), zeros(batch, layout.total), zeros(0, batch), zeros(0, batch)
+        )
 
-    def log(self, samples: Tensor, spare: Tensor, verdict: Verdict, gained: Tensor, step: int, fed: int) -> None:
+    def log(
+        self, samples: Tensor, spare: Tensor, verdict: Verdict, gained: Tensor, step: int, fed: int
+    ) -> None:
         """Record one step without synchronising; ``spare`` [B', K] are target slots, ``tokens`` meaning nowhere."""
         self._log.append((samples, gained, verdict.accepted))
         padded = torch.cat([self.step_of, self.step_of[:, :1]], dim=1)
@@ -91,7 +95,9 @@ class DecodeStats:
     def finish(self, clock: Clock) -> None:
         self.seconds = clock.total()
         self.phases = dict(clock.phases)
-        self.committed = torch.zeros(len(self._log), len(self.steps), dtype=torch.int64, device=self.steps.device)
+        self.committed = torch.zeros(
+            len(self._log), len(self.steps), dtype=torch.int64, device=self.steps.device
+        )
         self.accepted = torch.zeros_like(self.committed)
         for i, (samples, gained, accepted) in enumerate(self._log):
             self.committed[i, samples] = gained
@@ -132,7 +138,9 @@ class DecodeStats:
         first, most = parts[0], max(len(p.committed) for p in parts)
 
         def stacked(name: str) -> Tensor:
-            rows = [torch.nn.functional.pad(getattr(p, name), (0, 0, 0, most - len(p.committed))) for p in parts]
+            rows = [
+                torch.nn.functional.pad(getattr(p, name), (0, 0, 0, most - len(p.committed))) for p in parts
+            ]
             return torch.cat(rows, dim=1)
 
         phases: dict[str, float] = {}

@@ -35,7 +35,9 @@ def forward_costs(
                 position = (start + torch.arange(window, device=state.device)).clamp(max=layout.total - 1)
                 position = position.expand(batch, -1)
                 state.limit = min(state.prefix + start + window, state.kv.shape[4])
-                proposal = Proposal(torch.zeros_like(position), position, torch.ones_like(position, dtype=torch.bool))
+                proposal = Proposal(
+                    torch.zeros_like(position), position, torch.ones_like(position, dtype=torch.bool)
+                )
                 _synchronise(state.device)
                 begin = time.perf_counter()
                 model.forward(state, proposal)

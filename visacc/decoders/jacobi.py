@@ -72,7 +72,9 @@ class Jacobi(Decoder):
         if init not in INITS:
             raise ValueError(f"unknown window initialisation {init!r}; choose one of {', '.join(INITS)}")
         if coupling == "gumbel-exact" and not rule.lossless:
-            raise ValueError("coupling 'gumbel-exact' accepts by equality and cannot use a relaxed acceptance rule")
+            raise ValueError(
+                "coupling 'gumbel-exact' accepts by equality and cannot use a relaxed acceptance rule"
+            )
         self.window, self.coupling, self.init = window, coupling, init
         self.uniform_q, self.rule = uniform_q, rule
         self.lossless = rule.lossless
@@ -174,7 +176,14 @@ class Jacobi(Decoder):
         return draw(law.reshape(-1, vocab), word.reshape(-1)).view(slots.shape)
 
     def _refill(
-        self, run: Run, slots: Tensor, inside: Tensor, law: Tensor, survivors: Tensor, tokens: Tensor, keep: Tensor
+        self,
+        run: Run,
+        slots: Tensor,
+        inside: Tensor,
+        law: Tensor,
+        survivors: Tensor,
+        tokens: Tensor,
+        keep: Tensor,
     ) -> None:
         """Shift the window: outputs behind the committed ones become drafts with q = their law, the rest is fresh."""
         size, width = slots.shape[1], self.max_nodes(run.layout) - 1
@@ -228,5 +237,7 @@ class MCSJD(Jacobi):
         self, window: int = 32, coupling: str = "maximal", init: str = "random", uniform_q: bool = True
     ) -> None:
         if coupling == "independent":
-            raise ValueError("mc-sjd couples its redraws: choose maximal, gumbel or gumbel-exact (independent is 'sjd')")
+            raise ValueError(
+                "mc-sjd couples its redraws: choose maximal, gumbel or gumbel-exact (independent is 'sjd')"
+            )
         super().__init__(window, coupling, init, uniform_q=uniform_q)

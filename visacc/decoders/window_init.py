@@ -87,7 +87,9 @@ class WindowInit:
             tokens = (word * vocab) >> 32
             if not (want_q and self.uniform_q):
                 return tokens, every, None
-            q = torch.full((1, 1, 1), 1 / vocab, dtype=self.dtype, device=slots.device).expand(*slots.shape, vocab)
+            q = torch.full((1, 1, 1), 1 / vocab, dtype=self.dtype, device=slots.device).expand(
+                *slots.shape, vocab
+            )
             return tokens, none, q
         source = self._resolve(slots, first)
         if not self.keeps_laws:
