@@ -58,7 +58,7 @@ def load_model(
     where = _device(device)
     number = _dtype(dtype, where)
     name = str(name_or_path)
-    common = {"device": where, "dtype": number, "image_size": image_size}
+    common: dict[str, Any] = {"device": where, "dtype": number, "image_size": image_size}
     from visacc.models import llamagen
     from visacc.models.shapes import EMBEDDED
 

@@ -114,6 +114,7 @@ def _source(scheme: str, layout: Layout) -> Tensor:
     """int64 [total]: the slot whose token or law a fresh slot takes; always an earlier one."""
     before = torch.arange(layout.total) - 1
     left, above = layout.neighbour(dx=-1), layout.neighbour(dy=-1)
+    order: tuple[Tensor, ...]
     if scheme.endswith("above"):
         order = (above, left)
     elif scheme.endswith("left"):
