@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every transformers family, with tokenizers, saved as ``save_pretrained`` does."""
+"""Tiny random checkpoints of every transformers family, with tokenizers, as ``save_pretrained`` writes them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def tokenizer(specials: list[str], first: int = 0) -> PreTrainedTokenizerFast:
 def randomise(model: nn.Module, seed: int) -> nn.Module:
     """Weights that make the output depend strongly on the context."""
     g = torch.Generator().manual_seed(seed)
-    for _, p in sorted(model.named_parameters()):
+    for name, p in sorted(model.named_parameters()):
         if p.ndim > 1:
             fan_in = p[0].numel()
             p.copy_(torch.randn(p.shape, generator=g) * min(1.0, 1.6 / fan_in**0.5))
         else:
-            p.copy_(torch.randn(p.shape, generator=g) * 0.05 + (1.0 if "norm" in str(_) and "weight" in str(_) else 0.0))
+            centre = 1.0 if "norm" in name and "weight" in name else 0.0
+            p.copy_(torch.randn(p.shape, generator=g) * 0.05 + centre)
     return model.eval()
 
 
@@ -117,7 +118,13 @@ def emu3(folder: Path, seed: int = 2, grid: tuple[int, int] = (3, 4)) -> Path:
     order = torch.randperm(CODES, generator=torch.Generator().manual_seed(seed)).tolist()
     names = {f"<|visual token {c:06d}|>": size + order[c] for c in range(CODES)}
     config = transformers.Emu3Config(
-        text_config={**_TEXT, "vocab_size": size + CODES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        text_config={
+            **_TEXT,
+            "vocab_size": size + CODES,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         vq_config={
             "codebook_size": CODES,
             "embed_dim": 4,
@@ -150,7 +157,9 @@ CHAMELEON_TOKENS = [
 ]
 
 
-def chameleon(folder: Path, seed: int = 3, *, family: str = "chameleon", grid: tuple[int, int] = (4, 4)) -> Path:
+def chameleon(
+    folder: Path, seed: int = 3, *, family: str = "chameleon", grid: tuple[int, int] = (4, 4)
+) -> Path:
     words = tokenizer(CHAMELEON_TOKENS)
     size = len(words)
     order = torch.randperm(CODES, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -211,7 +220,11 @@ def glm_image(folder: Path, seed: int = 5, grid: tuple[int, int] = (3, 2)) -> Pa
         tokenizer_object=words._tokenizer,
         bos_token="<bos>",
         pad_token="<pad>",
-        extra_special_tokens={"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"},
+        extra_special_tokens={
+            "image_token": "<|image|>",
+            "grid_bos_token": "<sop>",
+            "grid_eos_token": "<eop>",
+        },
     )
     ids = words.get_vocab()
     config = transformers.GlmImageConfig(
@@ -229,7 +242,13 @@ def glm_image(folder: Path, seed: int = 5, grid: tuple[int, int] = (3, 2)) -> Pa
                 "mrope_section": [1, 1, 2],
             },
         },
-        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "image_size": 64},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "image_size": 64,
+        },
         vq_config={"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 16},
         image_token_id=ids["<|image|>"],
         image_start_token_id=CODES,

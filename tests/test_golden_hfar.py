@@ -18,7 +18,7 @@ from torch import Tensor
 from visacc.engine import decode
 from visacc.models.base import Conditioning, DecodeState, Layout, ModelOutput, Proposal
 from visacc.models.hf import HFImageModel, load_hf
-from visacc.models.hf.driver import SharedVocabularyModel
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
 from visacc.models.hf.taming import TamingDecoder, read_decoder
 from visacc.registry import decoder_entries, make_decoder
 from visacc.sampling import SamplingParams, probs

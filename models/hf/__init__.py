@@ -5,12 +5,13 @@ GLM-Image.
 """
 
 from visacc.models.hf.chameleon import Chameleon
+from visacc.models.hf.detect import is_hf
 from visacc.models.hf.driver import HFImageModel
 from visacc.models.hf.emu3 import Emu3
 from visacc.models.hf.emu35 import Emu35
 from visacc.models.hf.glm_image import GlmImage
 from visacc.models.hf.janus import Janus
-from visacc.models.hf.loading import FAMILIES, is_hf, load_hf, wrap
+from visacc.models.hf.loading import FAMILIES, load_hf, wrap
 from visacc.models.hf.lumina import Lumina
 from visacc.models.hf.taming import TamingDecoder
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from visacc.models.base import Layout
-from visacc.models.hf.driver import SharedVocabularyModel
 from visacc.models.hf.prompts import grid_of
 from visacc.models.hf.settings import family_defaults, own_settings
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
 from visacc.models.hf.taming import FILE, TamingDecoder
 from visacc.models.hf.vocab import chameleon_vocab, token_id
 
@@ -117,12 +117,10 @@ class Chameleon(ChameleonBase):
         eoi = token_id(names, EOI, kwargs.get("tokenizer"))
         super().__init__(model, eoi_layout(cells, len(chameleon_vocab(names)), eoi=eoi), **kwargs)
         self.prefix = prefix
-        self._set_defaults(
-            family_defaults(
-                {"guidance_scale": 3.0, "temperature": 0.7, "top_p": 0.9},
-                model.generation_config,
-                take=("guidance_scale", "temperature", "top_p", "top_k"),
-            )
+        self.settings = family_defaults(
+            {"guidance_scale": 3.0, "temperature": 0.7, "top_p": 0.9},
+            model.generation_config,
+            take=("guidance_scale", "temperature", "top_p", "top_k"),
         )
 
     def prompt_ids(self, text: str) -> list[int]:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.cache import addresses, allocate, window_mask
@@ -60,7 +59,7 @@ class HFImageModel(ImageModel):
         self.model, self.layout, self.tokenizer = model.eval(), layout, tokenizer
         self.positions, self.slice_head = positions, slice_head
         self.name = f"{self.family} ({type(model).__name__})"
-        self._head_cache: tuple[Any, Tensor] | None = None
+        self.settings: dict[str, Any] = {}
         self._float_copy: tuple[Any, nn.Module] | None = None
         attention.check_implementation(self.attention_implementation)
         self._cache_key = cache_keyword(type(self.text_model).forward)
@@ -68,10 +67,6 @@ class HFImageModel(ImageModel):
     def _lacks_codebook(self) -> None:
         """No trained code vectors here: decoders that need them must refuse."""
         self.provides = self.provides - {"codebook"}
-
-    def _set_defaults(self, defaults: dict[str, Any]) -> None:
-        """Sampling defaults of this checkpoint (the class attribute holds the family's)."""
-        self.defaults = defaults  # type: ignore[misc]
 
     # -- what a family defines ---------------------------------------------------------------------
 
@@ -107,6 +102,11 @@ class HFImageModel(ImageModel):
         """Codes [B, H, W] -> the pixel decoder's output [B, 3, H', W'], nominally in [-1, 1], not clipped."""
 
     # -- facts -------------------------------------------------------------------------------------
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The family's sampling defaults, with what the checkpoint states on top."""
+        return self.settings
 
     @property
     def module(self) -> nn.Module:
@@ -208,7 +208,9 @@ class HFImageModel(ImageModel):
 
     # -- forwards ----------------------------------------------------------------------------------
 
-    def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
+    def prefill(
+        self, cond: Conditioning, *, guidance: bool, window: int, hidden: bool = False
+    ) -> tuple[DecodeState, ModelOutput]:
         """Run the prompts. With guidance the rows are all conditional ones, then all unconditional ones."""
         branches = [(cond.data["ids"], cond.data["mask"])]
         if guidance:
@@ -237,7 +239,7 @@ class HFImageModel(ImageModel):
         visible = (mask[:, None] & (order[:, None] >= order)) | torch.eye(
             prompt, dtype=torch.bool, device=mask.device
         )
-        hidden = self._run(
+        features = self._run(
             state,
             self.model.get_input_embeddings()(ids),
             attention.as_mask(visible, self.attention_implementation, self.dtype),
@@ -245,7 +247,7 @@ class HFImageModel(ImageModel):
             slots=None,
             limit=prompt,
         )
-        return state, self._output(state, hidden[:, -1:], keep=False)
+        return state, self._output(state, features[:, -1:], features if hidden else None)
 
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         """One forward of all nodes of all rows: codes in, logits [B, N, V] per branch out."""
@@ -273,7 +275,7 @@ class HFImageModel(ImageModel):
             limit=state.limit,
             **extra,
         )
-        return self._output(state, proposal.take(features), keep=hidden)
+        return self._output(state, proposal.take(features), features if hidden else None)
 
     def _run(
         self,
@@ -297,10 +299,14 @@ class HFImageModel(ImageModel):
         )
         return result.last_hidden_state
 
-    def _output(self, state: DecodeState, hidden: Tensor, *, keep: bool) -> ModelOutput:
-        logits = self.code_logits(hidden).to(self.device, torch.float32)
+    def head(self, hidden: Tensor) -> Tensor:
+        """Features [..., D] of the last layer -> logits float32 [..., V] in code space."""
+        return self.code_logits(hidden).to(self.device, torch.float32)
+
+    def _output(self, state: DecodeState, features: Tensor, hidden: Tensor | None) -> ModelOutput:
+        logits = self.head(features)
         uncond = logits[state.batch :] if state.branches > 1 else None
-        return ModelOutput(logits[: state.batch], uncond, hidden if keep else None)
+        return ModelOutput(logits[: state.batch], uncond, hidden)
 
     def _shape(self, state: DecodeState, proposal: Proposal) -> attention.TreeShape:
         visible = proposal.visible
@@ -342,81 +348,3 @@ class HFImageModel(ImageModel):
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, 1, H, W] -> pixels [B, 3, H', W'] in [0, 1]."""
         return ((self.pixels(codes[:, 0]).float() + 1) / 2).clamp(0, 1)
-
-
-class SharedVocabularyModel(HFImageModel):
-    """A model whose image codes are ids of its ordinary vocabulary (Emu3, Chameleon, GLM-Image).
-
-    Args:
-        ids: int64 [V], id of every code in any order (see :class:`visacc.models.hf.vocab.ImageVocab`).
-    """
-
-    def __init__(self, model: Any, layout: Layout, ids: Tensor, **kwargs: Any) -> None:
-        super().__init__(model, layout, **kwargs)
-        if len(ids) != layout.vocab:
-            raise ValueError(f"the layout has {layout.vocab} codes, the vocabulary map {len(ids)}")
-        self.code_ids = ids
-        start = int(ids[0])
-        self._range = bool((ids == torch.arange(start, start + len(ids))).all()) and slice(
-            start, start + len(ids)
-        )
-        self._tables: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
-
-    def _table(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        if device not in self._tables:
-            forced = self.layout.forced_ids
-            self._tables[device] = (self.code_ids.to(device), None if forced is None else forced.to(device))
-        return self._tables[device]
-
-    def to_ids(self, codes: Tensor, slots: Tensor) -> Tensor:
-        """Model ids of codes [.., N] at slots [.., N]; a forced slot has its forced id whatever the code."""
-        ids, forced = self._table(codes.device)
-        found = ids[codes]
-        if forced is None:
-            return found
-        grammar = forced[slots]
-        return torch.where(grammar >= 0, grammar, found)
-
-    def sequence_ids(self, sequence: Tensor) -> Tensor:
-        """Generated codes [B, total] (code 0 in forced slots) -> the ids a language model would have
-        written."""
-        slots = torch.arange(self.layout.total, device=sequence.device)
-        return self.to_ids(sequence, slots.expand_as(sequence))
-
-    def embed_codes(self, codes: Tensor, slots: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.to_ids(codes, slots))
-
-    def code_logits(self, hidden: Tensor) -> Tensor:
-        head = self.head
-        if not self.slice_head or not _sliceable(head):
-            return head(hidden)[..., self._range or self.code_ids.to(hidden.device)]
-        assert isinstance(head, nn.Linear)
-        weight = head.weight
-        bias = None if head.bias is None else head.bias[self._range or self.code_ids.to(weight.device)]
-        return F.linear(hidden.to(weight.device), self._head_rows(weight), bias)
-
-    def _head_rows(self, weight: Tensor) -> Tensor:
-        """Rows of the output head in code order: a view where the codes are consecutive ids, else a cached
-        copy."""
-        if self._range:
-            return weight[self._range]
-        version = 0 if weight.is_inference() else weight._version
-        key = (weight.data_ptr(), version, weight.dtype, weight.device)
-        if self._head_cache is None or self._head_cache[0] != key:
-            self._head_cache = (key, weight.detach()[self.code_ids.to(weight.device)])
-        return self._head_cache[1]
-
-    @property
-    def head(self) -> nn.Module:
-        """Output projection from hidden states to vocabulary logits."""
-        return self.model.lm_head
-
-
-def _sliceable(head: nn.Module) -> bool:
-    """An ordinary linear layer whose weight is at hand (not quantised, not offloaded)."""
-    return (
-        type(head) is nn.Linear
-        and head.weight.is_floating_point()
-        and not head.weight.is_meta
-        and not hasattr(head, "_hf_hook")
-    )

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from visacc.models.base import Layout
-from visacc.models.hf.driver import SharedVocabularyModel
 from visacc.models.hf.prompts import grid_of, tail_from
 from visacc.models.hf.settings import family_defaults, own_settings
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
 from visacc.models.hf.vocab import emu3_vocab, token_id
 
 QUALITY = " masterpiece, film grained, best quality."
@@ -77,12 +77,10 @@ class Emu3(SharedVocabularyModel):
         self._pad = token_id(names, "<|endoftext|>", tokenizer)
         self.quality = quality
         super().__init__(model, layout, vocab.tensor(), tokenizer=tokenizer, **kwargs)
-        self._set_defaults(
-            family_defaults(
-                {"guidance_scale": 3.0, "top_k": 2048},
-                model.generation_config,
-                take=("guidance_scale", "top_k", "temperature", "top_p"),
-            )
+        self.settings = family_defaults(
+            {"guidance_scale": 3.0, "top_k": 2048},
+            model.generation_config,
+            take=("guidance_scale", "top_k", "temperature", "top_p"),
         )
 
     @property

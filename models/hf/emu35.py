@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from visacc.models.base import Layout
-from visacc.models.hf.driver import SharedVocabularyModel
 from visacc.models.hf.prompts import grid_of, tail_from
 from visacc.models.hf.settings import family_defaults, own_settings
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
 from visacc.models.hf.taming import TamingDecoder
 from visacc.models.hf.vocab import token_id
 
@@ -94,8 +94,8 @@ class Emu35(SharedVocabularyModel):
             self._lacks_codebook()
         if tokenizer is not None:
             self._answer = token_id({}, ANSWER, tokenizer)
-        self._set_defaults(
-            family_defaults({"guidance_scale": 5.0, "top_k": 5120}, model.generation_config, take=())
+        self.settings = family_defaults(
+            {"guidance_scale": 5.0, "top_k": 5120}, model.generation_config, take=()
         )
 
     def _named(self, name: str) -> int:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visacc.models.base import DecodeState, Layout
-from visacc.models.hf.driver import SharedVocabularyModel
 from visacc.models.hf.prompts import grid_of
 from visacc.models.hf.settings import family_defaults, own_settings
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
 
 PATCH = 32
 
@@ -122,12 +122,10 @@ class GlmImage(SharedVocabularyModel):
         layout = PreviewLayout((1, *cells), codes, preview=preview_grid(cells))
         super().__init__(model, layout, torch.arange(codes), **kwargs)
         self._offsets = layout.position_table()
-        self._set_defaults(
-            family_defaults(
-                {"temperature": 0.9, "top_p": 0.75, "top_k": 50},
-                model.generation_config,
-                take=("temperature", "top_p", "top_k"),
-            )
+        self.settings = family_defaults(
+            {"temperature": 0.9, "top_p": 0.75, "top_k": 50},
+            model.generation_config,
+            take=("temperature", "top_p", "top_k"),
         )
 
     @property

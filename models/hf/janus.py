@@ -62,7 +62,7 @@ class Janus(HFImageModel):
         if template is None:
             template = PRO_TEMPLATE if self._named("<|User|>") is not None else PLAIN_TEMPLATE
         self.template = template
-        self._set_defaults(family_defaults({"guidance_scale": 5.0}, config, take=("guidance_scale",)))
+        self.settings = family_defaults({"guidance_scale": 5.0}, config, take=("guidance_scale",))
 
     def _named(self, token: str) -> int | None:
         return None if self.tokenizer is None else self.tokenizer.get_vocab().get(token)

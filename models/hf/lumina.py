@@ -62,8 +62,8 @@ class Lumina(ChameleonBase):
         eol, eoi = token_id(names, EOL, tokenizer), token_id(names, EOI, tokenizer)
         self.uncond, self._names = uncond, names
         super().__init__(model, lumina_layout(cells, len(chameleon_vocab(names)), eol=eol, eoi=eoi), **kwargs)
-        self._set_defaults(
-            family_defaults({"guidance_scale": 4.0, "top_k": 2000}, model.generation_config, take=())
+        self.settings = family_defaults(
+            {"guidance_scale": 4.0, "top_k": 2000}, model.generation_config, take=()
         )
 
     def _size_token(self, cells: int) -> int:
