@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,9 +160,7 @@ class TextToImagePipeline:
                 sampling,
                 seeds[part],
                 callback=callback if callback_on_step_end else None,
-                progress=None
-                if progress is None
-                else lambda n, _t, d=done, s=size: progress(d + n * s, whole),
+                progress=None if progress is None else partial(_report, progress, done, size, whole),
             )
             results.append(result)
             if output_type != "codes":
@@ -234,6 +233,13 @@ class TextToImagePipeline:
                 f"{count // repeat} prompts need as many negative prompts, got {len(many) // repeat}"
             )
         return many
+
+
+def _report(
+    progress: Callable[[int, int], object], done: int, size: int, whole: int, slots: int, _total: int
+) -> None:
+    """Progress of a whole call from that of one of its batches of ``size`` images."""
+    progress(done + slots * size, whole)
 
 
 def image_seeds(seed: int | Sequence[int] | None, generator: torch.Generator | None, count: int) -> list[int]:
