@@ -20,6 +20,9 @@ from visacc.decoders.nbp import NBP as NBPDecoder
 from visacc.engine import decode
 from visacc.kernels import process_logits
 from visacc.models.base import ImageModel
+from visacc.models.cosmos.positions import Yarn, absolute_table, rope_frequencies, rope_tables
+from visacc.models.cosmos.released import load_cosmos
+from visacc.models.cosmos.transformer import Cosmos
 from visacc.models.llamagen.vq import VQConfig
 from visacc.models.lpd import LPDModel, load_lpd, load_vq, lpd_order, resize_positions, training_mask
 from visacc.models.lpd.train import crop_adm, lr_at
@@ -272,3 +275,77 @@ def test_nbp_magvit2() -> None:
     close(net.decode_features(z).transpose(1, 2), io["decoded"])
     close(net.decode_features(z[:, :, :1]).transpose(1, 2), io["decoded_first_latent_only"])
     close(net.decode(codes), io["decoded"].transpose(1, 2).clamp(0, 1))
+
+
+# ---- Cosmos ---------------------------------------------------------------------------------------------------
+
+
+def cosmos_net(folder: str) -> Cosmos:
+    cfg = config(folder)
+    yarn = None
+    if cfg["apply_yarn"]:
+        yarn = Yarn(
+            tuple(cfg["original_latent_shape"]),
+            cfg["yarn_scale"],
+            cfg["yarn_beta_fast"],
+            cfg["yarn_beta_slow"],
+        )
+    return load_cosmos(
+        ROOT / f"{folder}/model.pt", dtype=torch.float32, grid=tuple(cfg["video_latent_shape"]), yarn=yarn
+    )
+
+
+@pytest.mark.parametrize("folder", ["cosmos_base", "cosmos_video2world_yarn"])
+def test_cosmos_logits(folder: str) -> None:
+    cfg, io, net = config(folder), tensors(folder), cosmos_net(folder)
+    text = net.config.text
+    cos, sin = rope_tables(
+        net.config.grid, net.config.head_dim, yarn=net.config.yarn, begin=text, rows=cfg["max_seq_len"]
+    )
+    close(cos, io["rope_cos"])
+    close(sin, io["rope_sin"])
+    if text:
+        close(
+            absolute_table(net.config.grid, net.config.dim, begin=True, rows=cfg["max_seq_len"]),
+            io["abs_pos_emb"],
+        )
+    tokens, context = io["tokens"], io.get("context")
+    close(net(tokens, context), io["logits_full"])
+
+    kv = None if context is None else net.context_kv(context)
+    batch, length = tokens.shape
+    cache = net.empty_cache(batch, length)
+
+    def run(ids: Tensor, start: int) -> Tensor:
+        stop = start + ids.shape[1]
+        slots = torch.arange(start, stop).expand(batch, -1)
+        mask = torch.arange(stop) <= slots[..., None]
+        return net.forward_window(ids, slots, mask, cache, stop, kv)
+
+    prefix = cfg["prefix_len"]
+    close(run(tokens[:, :prefix], 0), io["logits_prefill"])
+    steps = io["logits_steps"].shape[1]
+    got = torch.cat([run(tokens[:, i : i + 1], i) for i in range(prefix, prefix + steps)], dim=1)
+    close(got, io["logits_steps"])
+    start, size = prefix + steps, io["logits_window"].shape[1]
+    run((tokens[:, start : start + size] + 1) % net.config.vocab, start)  # wrong drafts, to be overwritten
+    close(run(tokens[:, start : start + size], start), io["logits_window"])
+
+
+@pytest.mark.parametrize("folder", ["cosmos_base", "cosmos_video2world_yarn"])
+def test_cosmos_filters(folder: str) -> None:
+    cfg, io = config(folder), tensors(folder)
+    for (kind, temperature, value), expected in zip(cfg["filters"], io["filter_probs"], strict=True):
+        law = process_logits(io["filter_logits"][:, 0], temperature=temperature, **{kind: value})
+        close(law, expected)
+
+
+def test_cosmos_full_rope() -> None:
+    io = tensors("cosmos_rope_full")
+    for size, yarn in (("4b", None), ("12b", Yarn((3, 40, 64)))):
+        spatial, time = rope_frequencies(128, 500000.0, yarn)
+        close(spatial, io[f"{size}_spatial_inv_freq"], 1e-6)
+        close(time, io[f"{size}_temporal_inv_freq"], 1e-6)
+        cos, sin = rope_tables((5, 40, 64), 128, yarn=yarn)
+        close(cos[io["rows"]], io[f"{size}_cos"])
+        close(sin[io["rows"]], io[f"{size}_sin"])
