@@ -106,27 +106,23 @@ def image_numbers(config: Any, inputs: Mapping[str, Any], visual: Tensor) -> Ten
     """int64 [B, N]: running number of the image each visual token belongs to, -1 for text.
 
     An image is a contiguous run of placeholders (for Idefics3 and SmolVLM: a tile), except for Pixtral, which
-    puts a break token after every row: there the rows of one image are counted by its size.
+    puts a break token after every row: there the tokens of each image are counted.
     """
-    number = spans(visual)
-    vision = getattr(config, "vision_config", None)
-    sizes = inputs.get("image_sizes")
-    if getattr(vision, "model_type", "") != "pixtral" or sizes is None:
-        return number
-    merge = int(getattr(config, "spatial_merge_size", 1))
-    rows_of = (torch.as_tensor(sizes)[:, 0].to(visual.device) // (vision.patch_size * merge)).long()
-    runs = torch.cat([(number.amax(1) + 1).clamp(min=0)])
-    result = number.clone()
-    first_image = 0
-    ends = rows_of.cumsum(0)
-    done = 0
-    for b, count in enumerate(runs.tolist()):  # prompts, once per request
-        run = torch.arange(count, device=visual.device) + done
-        image = torch.searchsorted(ends, run, right=True) - first_image
-        result[b] = torch.where(visual[b], image[number[b].clamp(min=0)] if count else number[b], -1)
-        done += count
-        first_image = int(torch.searchsorted(ends, torch.tensor(done, device=ends.device), right=True))
-    return result
+    vision: Any = getattr(config, "vision_config", None)
+    if getattr(vision, "model_type", "") != "pixtral" or not bool(visual.any()):
+        return spans(visual)
+    encoded = (inputs.get("mm_encoder_outputs") or {}).get("image")
+    if encoded is not None:
+        sizes = torch.tensor([len(x) for x in encoded.pooler_output])
+    elif inputs.get("image_sizes") is not None:
+        cell = vision.patch_size * int(getattr(config, "spatial_merge_size", 1))
+        sizes = (torch.as_tensor(inputs["image_sizes"]).cpu() // cell).prod(1)
+    else:
+        raise ValueError("Pixtral prompts with images need image_sizes (the processor returns them)")
+    token = visual.flatten().long().cumsum(0).view_as(visual) - 1  # running over the batch
+    number = torch.searchsorted(sizes.cumsum(0).to(visual.device), token, right=True)
+    first = torch.where(visual, number, len(sizes)).amin(1, keepdim=True)
+    return torch.where(visual, number - first, -1)
 
 
 def complete_inputs(family: Family, config: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class VLMTarget:
         positions = text_pos if rope_pos is None else torch.cat([text_pos[None], rope_pos])
         cache = SlotCache(len(self.layers), width + room)
         self._check_images(done)
+        done.pop("position_ids", None)
         with self._watch() as seen:
             self.model(
                 **done,
@@ -189,6 +190,11 @@ class VLMTarget:
         zero = torch.zeros(text_pos.shape[0], dtype=torch.int64, device=text_pos.device)
         if not self.family.mrope:
             return None, zero
+        given = done.get("position_ids")
+        if given is not None:  # transformers' generate computes them and then drops the grids
+            pos = given[-3:]
+            mask = done["attention_mask"].bool()
+            return pos, torch.where(mask, pos.amax(0), -1).amax(1) + 1 - mask.sum(1)
         if done.get("image_grid_thw") is None and done.get("video_grid_thw") is None:
             return text_pos.expand(3, -1, -1).clone(), zero
         index = self.model.model.get_rope_index
@@ -198,7 +204,8 @@ class VLMTarget:
 
     def _check_images(self, done: Mapping[str, Any]) -> None:
         visual = bool(visual_mask(self.config, done["input_ids"]).any())
-        pixels = done.get("pixel_values") is not None or done.get("pixel_values_videos") is not None
+        named = ("pixel_values", "pixel_values_videos")
+        pixels = any(done.get(name) is not None for name in named) or bool(done.get("mm_encoder_outputs"))
         if visual and not pixels:
             raise ValueError("the prompt contains image placeholders but no pixel_values were given")
         if pixels and not visual:

@@ -48,13 +48,24 @@ class Grown:
 
 
 class TreePolicy(Protocol):
-    """How a tree is grown. ``slots`` is its width T, root included; ``levels`` the largest depth of a
-    node.
+    """How a tree is grown.
+
+    Attributes:
+        slots: width T, root included. levels: largest depth of a node.
+        scratch: drafter rows run while growing. ahead: tokens the drafter must predict per row.
     """
 
-    slots: int
-    levels: int
-    ahead: int
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def levels(self) -> int: ...
+
+    @property
+    def scratch(self) -> int: ...
+
+    @property
+    def ahead(self) -> int: ...
 
     def grow(
         self,
@@ -151,6 +162,10 @@ class DynamicTree:
     def levels(self) -> int:
         return self.depth + 1
 
+    @property
+    def scratch(self) -> int:
+        return self.depth * self.top_k
+
     def grow(
         self,
         session: Grower,
@@ -238,6 +253,10 @@ class StaticTree:
     @property
     def levels(self) -> int:
         return max(map(len, self.paths))
+
+    @property
+    def scratch(self) -> int:
+        return len(self.paths)
 
     def grow(
         self,
@@ -333,6 +352,10 @@ class BlockTree:
     @property
     def levels(self) -> int:
         return self.ahead * self.blocks
+
+    @property
+    def scratch(self) -> int:
+        return (self.blocks - 1) * self.beam * self.ahead
 
     def grow(
         self,
