@@ -46,7 +46,7 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
     for name, p in sorted(model.named_parameters()):
         if p.ndim > 1:
             fan_in = p[0].numel()
-            p.copy_(torch.randn(p.shape, generator=g) * min(1.0, 1.6 / fan_in**0.5))
+            p.copy_(torch.randn(p.shape, generator=g) * min(1.0, 1.3 / fan_in**0.5))
         else:
             centre = 1.0 if "norm" in name and "weight" in name else 0.0
             p.copy_(torch.randn(p.shape, generator=g) * 0.05 + centre)

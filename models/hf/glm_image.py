@@ -7,6 +7,7 @@ column).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,14 +150,11 @@ class GlmImage(SharedVocabularyModel):
             )
         _, height, width = self.layout.grid
         message = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        target: dict[str, Any] = {"target_h": height * PATCH, "target_w": width * PATCH}
+        if "processor_kwargs" in inspect.signature(self.processor.apply_chat_template).parameters:
+            target = {"processor_kwargs": target}
         found = self.processor.apply_chat_template(
-            [message],
-            tokenize=True,
-            padding=False,
-            target_h=height * PATCH,
-            target_w=width * PATCH,
-            return_dict=True,
-            return_tensors="pt",
+            [message], tokenize=True, return_dict=True, return_tensors="pt", **target
         )
         return found["input_ids"][0].tolist()
 

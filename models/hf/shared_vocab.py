@@ -25,9 +25,8 @@ class SharedVocabularyModel(HFImageModel):
             raise ValueError(f"the layout has {layout.vocab} codes, the vocabulary map {len(ids)}")
         self.code_ids = ids
         start = int(ids[0])
-        self._range = bool((ids == torch.arange(start, start + len(ids))).all()) and slice(
-            start, start + len(ids)
-        )
+        consecutive = bool((ids == torch.arange(start, start + len(ids))).all())
+        self._range = slice(start, start + len(ids)) if consecutive else None
         self._head_cache: tuple[Any, Tensor] | None = None
         self._tables: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
@@ -58,21 +57,25 @@ class SharedVocabularyModel(HFImageModel):
     def code_logits(self, hidden: Tensor) -> Tensor:
         head = self.lm_head
         if not self.slice_head or not _sliceable(head):
-            return head(hidden)[..., self._range or self.code_ids.to(hidden.device)]
+            return head(hidden)[..., self._columns(hidden.device)]
         assert isinstance(head, nn.Linear)
         weight = head.weight
-        bias = None if head.bias is None else head.bias[self._range or self.code_ids.to(weight.device)]
+        bias = None if head.bias is None else head.bias[self._columns(weight.device)]
         return F.linear(hidden.to(weight.device), self._head_rows(weight), bias)
+
+    def _columns(self, device: torch.device) -> slice | Tensor:
+        """Index of the image codes, in code order, among the vocabulary."""
+        return self._table(device)[0] if self._range is None else self._range
 
     def _head_rows(self, weight: Tensor) -> Tensor:
         """Rows of the output head in code order: a view where the codes are consecutive ids, else a cached
         copy."""
-        if self._range:
+        if self._range is not None:
             return weight[self._range]
         version = 0 if weight.is_inference() else weight._version
         key = (weight.data_ptr(), version, weight.dtype, weight.device)
         if self._head_cache is None or self._head_cache[0] != key:
-            self._head_cache = (key, weight.detach()[self.code_ids.to(weight.device)])
+            self._head_cache = (key, weight.detach()[self._columns(weight.device)])
         return self._head_cache[1]
 
     @property
