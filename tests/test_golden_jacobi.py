@@ -11,10 +11,14 @@ import torch
 from golden import golden_dir
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from visacc.kernels import race
 from visacc.kernels.reference.chain import residual_weights
 from visacc.kernels.reference.relaxed import group_members
+from visacc.models.base import Layout, Proposal
+from visacc.models.hf.shared_vocab import SharedVocabularyModel
+from visacc.sampling import SamplingParams, probs
 from visacc.verify import ChainVerdict, Grouped, verify_chain
 
 pytestmark = pytest.mark.golden
@@ -162,3 +166,105 @@ def test_grouped_acceptance() -> None:
                 assert group == set(row["cluster"]), where
         run = int(passed.long().cumprod(0).sum())
         assert min(run + 1, meta["L"]) == case["first_misaligned"], name
+
+
+# ---- whole loop: recorded passes of a tiny model through our runner, cache and processing ------------------
+
+
+class TraceModel(SharedVocabularyModel):
+    """The recorded tiny Llama with Lumina's grammar; the unconditional row starts at the last prompt token."""
+
+    family = "trace"
+
+    @property
+    def text_model(self) -> Any:
+        return self.model.model
+
+    @property
+    def pad(self) -> int:
+        return 0
+
+    def prompt_ids(self, text: str) -> list[int]:
+        raise AssertionError("prompts are given as ids")
+
+    def uncond_ids(self, prompt: list[int], negative: str | None) -> list[int]:
+        return prompt[-1:]
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        raise AssertionError("there is no pixel decoder")
+
+
+IMAGE_FIRST, IMAGE_LAST, IMAGE_END, IMAGE_START, ROW_END, GRID_0 = 4, 8195, 8196, 8197, 8803, 8804
+
+
+def trace_model(meta: dict[str, Any]) -> TraceModel:
+    state = load_file(golden_dir("jacobi") / "trace_model.safetensors")
+    config = LlamaConfig(**meta["config"], bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    network = LlamaForCausalLM(config)
+    missing, foreign = network.load_state_dict(state, strict=False)
+    assert not foreign
+    assert set(missing) <= {"lm_head.weight"}
+    network.tie_weights()
+    rows, columns = 2 * meta["h_grids"], 2 * meta["w_grids"]
+    header = [IMAGE_START, GRID_0 + meta["h_grids"], GRID_0 + meta["w_grids"]]
+    forced = [*header, *(([-1] * columns + [ROW_END]) * rows), IMAGE_END]
+    layout = Layout((1, rows, columns), IMAGE_LAST - IMAGE_FIRST + 1, tuple(forced))
+    return TraceModel(network, layout, torch.arange(IMAGE_FIRST, IMAGE_LAST + 1))
+
+
+def test_trace_replay() -> None:
+    """Every recorded pass, fed through our runner with its own cropped cache: laws 1e-5, committed counts equal."""
+    path = golden_dir("jacobi") / "trace.json"
+    if not path.is_file():
+        pytest.skip("no recorded trace")
+    meta = json.loads(path.read_text())
+    model = trace_model(meta)
+    layout, prompt = model.layout, meta["prompt"]
+    sampling = SamplingParams(guidance_scale=meta["guidance"], top_k=meta["image_top_k"])
+    with torch.no_grad():
+        state, _ = model.prefill(model.encode([prompt]), guidance=True, window=meta["window"])
+        compared = tested = 0
+        for record in meta["iterations"][1:]:
+            ids = torch.tensor([record["input_ids"]])
+            start = record["cache_len"] - len(prompt)
+            slots = start + torch.arange(ids.shape[1])[None]
+            inside = slots < layout.total
+            slots = slots.clamp(max=layout.total - 1)
+            forced = layout.forced_ids[slots] >= 0
+            codes = torch.where(forced, 0, ids - IMAGE_FIRST).clamp(min=0)
+            # the recorded program drafts image ids for row ends and the like; ours cannot even express that, so the
+            # comparison of a pass ends there (such a draft has p = 0 and is always rejected)
+            sensible = (model.to_ids(codes, slots) == ids).long().cumprod(1).sum().item()
+            state.lengths = torch.tensor([start])
+            state.limit = state.kv.shape[4]
+            output = model.forward(state, Proposal(codes, slots, inside))
+            p = probs(output, slots + 1, layout, sampling)
+            for k, row in enumerate(record["p"]):
+                slot = start + k + 1
+                if k >= sensible or slot >= layout.total or layout.forced_ids[slot] >= 0:
+                    continue
+                want = torch.zeros(layout.vocab)
+                want[torch.tensor(row["ids"]) - IMAGE_FIRST] = torch.tensor(row["prob"])
+                assert float((p[0, k] - want).abs().max()) < 1e-5
+                assert torch.equal(p[0, k] > 0, want > 0)
+                compared += 1
+            size = ids.shape[1]
+            if record["single"] or not bool(inside.all()):
+                continue
+            drafts = codes[:, 1:]
+            q = torch.zeros(1, size - 1, layout.vocab)
+            q.scatter_(2, drafts[..., None], torch.tensor(record["q_at_draft"])[None, :, None])
+            verdict = verify_chain(
+                p,
+                drafts,
+                torch.tensor([sensible - 1]),
+                torch.zeros(1, size, dtype=torch.long),
+                q=q,
+                onehot=torch.tensor([record["q_support"]]) == 1,
+                u=torch.tensor([record["u"]]),
+                U=torch.zeros(1, size - 1, dtype=torch.long),
+            )
+            assert int(verdict.n_accepted) + 1 == record["matched"]
+            tested += 1
+    assert compared > 50
+    assert tested > 10
