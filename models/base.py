@@ -206,6 +206,7 @@ class ImageModel(ABC):
         name: shown in messages and statistics.
         folder: where the checkpoint lies, for companion files (neighbour tables, drafters); ``None`` if nowhere.
         only_decoders: names of the decoders that can drive the model; empty means every next-token decoder.
+        feature_size: width of the features, for adapters that provide "hidden".
         block: tokens that one block predicts at once (next-block models), 1 for next-token models.
     """
 
@@ -216,6 +217,7 @@ class ImageModel(ABC):
     block: int = 1
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
     defaults: ClassVar[dict[str, Any]] = {}
+    feature_size: int | None = None
 
     @property
     @abstractmethod

@@ -59,6 +59,7 @@ class LlamaGen(ImageModel):
         self.name, self.gpt, self.vq, self.text = name, gpt, vq, text
         self.layout = Layout((1, cfg.grid, cfg.grid), cfg.vocab_size)
         self.settings = dict(defaults or {})
+        self.feature_size = cfg.dim
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -245,7 +246,9 @@ def load(
     if known is not None:
         defaults = {"guidance_scale": known.guidance, "top_k": known.top_k} | defaults
     name = settings.get("name") or (known.name if known is not None else path.stem)
-    return LlamaGen(gpt, vq_model, text, name=name, defaults=defaults)
+    model = LlamaGen(gpt, vq_model, text, name=name, defaults=defaults)
+    model.folder = folder
+    return model
 
 
 def _settings(folder: Path) -> dict[str, Any]:
