@@ -104,21 +104,41 @@ def _templates() -> tuple[tuple[str, NDArray[np.float64], float, NDArray[np.floa
     return tuple(out)
 
 
-def classify_shape(mask: Mask) -> tuple[str, float]:
-    """Best matching shape of a mask [H, W] and the overlap (intersection over union) with its ideal outline."""
-    ys, xs = np.nonzero(mask)
-    area = len(xs)
-    centre = np.array([xs.mean() + 0.5, ys.mean() + 0.5])
-    y, x = np.mgrid[0 : mask.shape[0], 0 : mask.shape[1]] + 0.5
+def _soft_mask(pixels: NDArray[np.float64], owner: Labels, label: int, seed: Mask) -> NDArray[np.float64]:
+    """Coverage [H, W] of one object: how far each pixel lies on the way from the local background to its colour.
+
+    Between the two colours a pixel of the rim is a mixture; a quarter and below counts as background (texture),
+    three quarters and above as object.
+    """
+    mask = owner == label
+    near = mask
+    for _ in range(2):
+        near = near | np.logical_or.reduce(_neighbours(near, 0))
+    ring = near
+    for _ in range(3):
+        ring = ring | np.logical_or.reduce(_neighbours(ring, 0))
+    outside = ring & (owner == 0) & ~near
+    if not outside.any():
+        return mask.astype(np.float64)
+    back, front = pixels[outside].mean(0), pixels[seed].mean(0)
+    axis = front - back
+    share = (pixels - back) @ axis / (axis @ axis)
+    return np.where(near & (mask | (owner == 0)), np.clip(2 * share - 0.5, 0, 1), 0.0)
+
+
+def classify_shape(alpha: NDArray[np.float64]) -> tuple[str, float]:
+    """Best matching shape of a coverage image [H, W] and its overlap (soft intersection over union)."""
+    y, x = np.mgrid[0 : alpha.shape[0], 0 : alpha.shape[1]] + 0.5
+    area = alpha.sum()
+    cx, cy = (alpha * x).sum() / area, (alpha * y).sum() / area
     best = ("", -1.0)
     for shape, image, full, centroid in _templates():
         zoom = np.sqrt(full / area)
-        u = np.floor((x - centre[0]) * zoom + centroid[0] + _TEMPLATE_SIZE / 2).astype(int)
-        v = np.floor((y - centre[1]) * zoom + centroid[1] + _TEMPLATE_SIZE / 2).astype(int)
+        u = np.floor((x - cx) * zoom + centroid[0] + _TEMPLATE_SIZE / 2).astype(int)
+        v = np.floor((y - cy) * zoom + centroid[1] + _TEMPLATE_SIZE / 2).astype(int)
         valid = (u >= 0) & (v >= 0) & (u < _TEMPLATE_SIZE) & (v < _TEMPLATE_SIZE)
         ideal = np.where(valid, image[v.clip(0, _TEMPLATE_SIZE - 1), u.clip(0, _TEMPLATE_SIZE - 1)], 0.0)
-        overlap = float(ideal[mask].sum())
-        iou = overlap / (area + float(ideal.sum()) - overlap)
+        iou = float(np.minimum(alpha, ideal).sum() / np.maximum(alpha, ideal).sum())
         if iou > best[1]:
             best = (shape, iou)
     return best
@@ -145,7 +165,7 @@ def detect(image: object, min_score: float = 0.0) -> list[Detection]:
         area = int(mask.sum())
         if area < MIN_AREA:
             continue
-        shape, score = classify_shape(mask)
+        shape, score = classify_shape(_soft_mask(pixels, owner, label, seeds == label))
         if score < min_score:
             continue
         ys, xs = np.nonzero(mask)

@@ -1,0 +1,70 @@
+"""Training data of the shapes world: rendered pictures and, once a tokenizer exists, captions with image codes."""
+
+from __future__ import annotations
+
+import json
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from visacc.models.llamagen.vq import VQModel
+from visacc.models.shapes.captions import sample
+from visacc.models.shapes.world import SIZE, render
+
+CHUNK = 500
+
+
+def _render_chunk(first: int) -> tuple[NDArray[np.uint8], list[str]]:
+    items = [sample(seed) for seed in range(first, first + CHUNK)]
+    images = np.stack([np.round(render(item.scene) * 255).astype(np.uint8) for item in items])
+    return images, [item.caption for item in items]
+
+
+def render_images(first_seed: int, count: int, processes: int = 2) -> tuple[NDArray[np.uint8], list[str]]:
+    """Pictures uint8 [count, 64, 64, 3] and captions of `count` consecutive seeds (a multiple of 500)."""
+    if count % CHUNK:
+        raise ValueError(f"count must be a multiple of {CHUNK}, got {count}")
+    starts = range(first_seed, first_seed + count, CHUNK)
+    images = np.empty((count, SIZE, SIZE, 3), np.uint8)
+    captions: list[str] = []
+    with get_context("spawn").Pool(processes) as pool:
+        for i, (chunk, texts) in enumerate(pool.imap(_render_chunk, starts)):
+            images[i * CHUNK : (i + 1) * CHUNK] = chunk
+            captions += texts
+    return images, captions
+
+
+def to_input(images: NDArray[np.uint8] | Tensor) -> Tensor:
+    """uint8 [B, H, W, 3] -> float32 [B, 3, H, W] in [-1, 1], channels last in memory."""
+    return (torch.as_tensor(images).float() / 127.5 - 1).movedim(-1, 1)
+
+
+@torch.no_grad()
+def encode_dataset(vq: VQModel, first_seed: int, count: int, folder: Path, batch: int = 100) -> None:
+    """Writes codes.npy (uint16 [count, 256]) and captions.json of the given seeds; does nothing if they exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "codes.npy").exists():
+        return
+    codes, captions = [], []
+    for start in range(first_seed, first_seed + count, 20 * CHUNK):
+        size = min(20 * CHUNK, first_seed + count - start)
+        images, texts = render_images(start, size)
+        captions += texts
+        codes += [
+            vq.encode(to_input(images[i : i + batch])).numpy().astype(np.uint16)
+            for i in range(0, size, batch)
+        ]
+        print(f"encoded {len(captions)} / {count}", flush=True)
+    (folder / "captions.json").write_text(json.dumps(captions))
+    np.save(folder / "codes.tmp.npy", np.concatenate(codes))
+    (folder / "codes.tmp.npy").rename(folder / "codes.npy")
+
+
+def load_dataset(folder: Path) -> tuple[Tensor, list[str]]:
+    """Codes int64 [count, 256] and captions written by `encode_dataset`."""
+    codes = torch.from_numpy(np.load(folder / "codes.npy").astype(np.int64))
+    return codes, json.loads((folder / "captions.json").read_text())

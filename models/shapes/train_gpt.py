@@ -1,0 +1,202 @@
+"""Joint training of the shapes text-to-image GPT (LlamaGen architecture) and its T5 text encoder.
+
+Muon on the matrices of the transformer, AdamW on embeddings, norms, the output head and the text encoder;
+bfloat16 passes; an exponential average of all weights is what gets evaluated and shipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import T5EncoderModel
+
+from visacc.models.llamagen.gpt import GPT, GPTConfig
+from visacc.models.shapes.data import load_dataset
+from visacc.models.shapes.text import (
+    D_MODEL,
+    MAX_WORDS,
+    build_encoder,
+    build_tokenizer,
+    tokenize,
+)
+from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, save_atomic, schedule
+
+GPT_CONFIG = GPTConfig(
+    dim=256,
+    n_layer=6,
+    n_head=4,
+    vocab_size=512,
+    block_size=256,
+    multiple_of=32,
+    model_type="t2i",
+    caption_dim=D_MODEL,
+    cls_token_num=MAX_WORDS,
+    uncond_rows=120,
+    class_dropout_prob=0.1,
+    token_dropout_p=0.0,
+    resid_dropout_p=0.0,
+    ffn_dropout_p=0.0,
+)
+
+
+@dataclass
+class GPTTraining:
+    """Settings of one run."""
+
+    steps: int = 3000
+    batch: int = 64
+    micro: int = 32
+    muon_lr: float = 0.01
+    adam_lr: float = 1.5e-3
+    weight_decay: float = 0.01
+    ema: float = 0.998
+    save_every: int = 100
+    seed: int = 0
+
+
+class TextToImage(nn.Module):
+    """GPT and text encoder as one trainable module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPT_CONFIG)
+        self.text: T5EncoderModel = build_encoder()
+
+    def forward(self, codes: Tensor, words: Tensor, drop: Tensor) -> Tensor:
+        """Mean cross entropy of codes [B, 256] given word ids [B, n] of one length; drop bool [B].
+
+        The same law as GPT.forward with left-padded features and their mask: a padded slot is seen by nobody
+        and prefix slots carry no position, so they can be left out altogether. That, and attention written as
+        matrix products (on a CPU three times faster than the fused bfloat16 kernel), is why it stands here.
+        """
+        gpt, width = self.gpt, words.shape[1]
+        features = self.text(input_ids=words).last_hidden_state
+        null = gpt.null_condition(1)[:, MAX_WORDS - width :]
+        features = torch.where(drop[:, None, None], null, features)
+        x = torch.cat([gpt.cls_embedding.cap_proj(features), gpt.tok_embeddings(codes[:, :-1])], dim=1)
+        length = x.shape[1]
+        turn = gpt.rope(x.device)[MAX_WORDS - width : MAX_WORDS - width + length, None]
+        hidden_from = torch.ones(length, length, dtype=torch.bool).triu(1)
+        bias = torch.zeros(length, length, dtype=x.dtype).masked_fill_(hidden_from, -1e4)
+        for block in gpt.blocks:
+            q, k, v = (
+                t.reshape(-1, length, GPT_CONFIG.head_dim)
+                for t in block.attention.project(block.attention_norm(x), turn)
+            )
+            scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=GPT_CONFIG.head_dim**-0.5)
+            mixed = torch.bmm(scores.softmax(-1), v).view(len(x), -1, length, GPT_CONFIG.head_dim)
+            x = x + block.attention.wo(mixed.transpose(1, 2).flatten(2))
+            x = x + block.feed_forward(block.ffn_norm(x))
+        logits = gpt.output(gpt.norm(x[:, width - 1 :]))
+        return F.cross_entropy(logits.float().flatten(0, 1), codes.flatten())
+
+
+def optimizers(model: TextToImage, settings: GPTTraining) -> list[torch.optim.Optimizer]:
+    """Muon for the 2-D weights of the GPT's blocks, AdamW for everything else."""
+    matrices = [p for p in model.gpt.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(
+            matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, adjust_lr_fn="original"
+        ),
+        torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.98), weight_decay=settings.weight_decay),
+    ]
+
+
+def batches(lengths: Tensor, micro: int, seed: int, start: int) -> Iterator[Tensor]:
+    """Endless index batches [micro] whose captions have one length, shuffled anew each epoch.
+
+    `start` batches are skipped, so that a resumed run continues the same sequence.
+    """
+    groups = [torch.nonzero(lengths == n).flatten() for n in lengths.unique()]
+    groups = [group for group in groups if len(group) >= micro]
+    skipped, epoch = 0, 0
+    while True:
+        g = torch.Generator().manual_seed(seed * 1000 + epoch)
+        parts: list[Tensor] = []
+        for group in groups:
+            shuffled = group[torch.randperm(len(group), generator=g)]
+            parts += shuffled[: len(group) // micro * micro].split(micro)
+        for i in torch.randperm(len(parts), generator=g).tolist():
+            if skipped >= start:
+                yield parts[i]
+            skipped += 1
+        epoch += 1
+
+
+def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage:
+    """Trains, or resumes, in `folder`; returns the model with averaged weights."""
+    torch.manual_seed(settings.seed)
+    model = TextToImage()
+    # The passes run on a bfloat16 copy, the optimizers on float32 weights.
+    fast = copy.deepcopy(model).to(torch.bfloat16)
+    opts = optimizers(model, settings)
+    base = [[group["lr"] for group in opt.param_groups] for opt in opts]
+    average = Average(model, settings.ema)
+    codes, captions = load_dataset(dataset)
+    words, mask = tokenize(build_tokenizer(), captions)
+    lengths = mask.sum(1)
+    start = 0
+    checkpoint = load_checkpoint(folder / "gpt.pt")
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint["model"])
+        for opt, state in zip(opts, checkpoint["optimizers"], strict=True):
+            opt.load_state_dict(state)
+        average.state, start = checkpoint["average"], checkpoint["step"]
+    log = JsonLog(folder / "gpt.jsonl")
+    parts = settings.batch // settings.micro
+    order = batches(lengths, settings.micro, settings.seed, start * parts)
+    slow_params, fast_params = list(model.parameters()), list(fast.parameters())
+    fast.gpt.cls_embedding.load_state_dict(model.gpt.cls_embedding.state_dict())
+    began, losses = time.time(), []
+    for step in range(start, settings.steps):
+        factor = schedule(step, settings.steps)
+        for opt, rates in zip(opts, base, strict=True):
+            for group, rate in zip(opt.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        with torch.no_grad():
+            torch._foreach_copy_(fast_params, slow_params)
+        fast.zero_grad(set_to_none=True)
+        g = torch.Generator().manual_seed(settings.seed * 10_000_019 + step)
+        for _ in range(parts):
+            pick = next(order)
+            drop = torch.rand(len(pick), generator=g) < GPT_CONFIG.class_dropout_prob
+            loss = fast(codes[pick], words[pick, : int(lengths[pick[0]])], drop)
+            (loss / parts).backward()
+            losses.append(loss.detach().float())
+        for slow, quick in zip(slow_params, fast_params, strict=True):
+            slow.grad = None if quick.grad is None else quick.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(slow_params, 1.0)
+        for opt in opts:
+            opt.step()
+        average.update(model, step)
+        if (step + 1) % 20 == 0:
+            log.write(
+                stage="gpt",
+                step=step + 1,
+                loss=torch.stack(losses).mean().item(),
+                grad=norm.item(),
+                seconds_per_step=(time.time() - began) / len(losses) * parts,
+            )
+            began, losses = time.time(), []
+        if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
+            save_atomic(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [opt.state_dict() for opt in opts],
+                    "average": average.state,
+                    "step": step + 1,
+                    "settings": asdict(settings),
+                },
+                folder / "gpt.pt",
+            )
+    model.load_state_dict(average.state)
+    return model.eval()
