@@ -20,8 +20,10 @@ from visacc.decoders.nbp import NBP as NBPDecoder
 from visacc.engine import decode
 from visacc.kernels import process_logits
 from visacc.models.base import ImageModel
+from visacc.models.cosmos.haar import patch, unpatch
 from visacc.models.cosmos.positions import Yarn, absolute_table, rope_frequencies, rope_tables
 from visacc.models.cosmos.released import load_cosmos
+from visacc.models.cosmos.tokenizer import TokenizerConfig, load_tokenizer
 from visacc.models.cosmos.transformer import Cosmos
 from visacc.models.llamagen.vq import VQConfig
 from visacc.models.lpd import LPDModel, load_lpd, load_vq, lpd_order, resize_positions, training_mask
@@ -349,3 +351,40 @@ def test_cosmos_full_rope() -> None:
         cos, sin = rope_tables((5, 40, 64), 128, yarn=yarn)
         close(cos[io["rows"]], io[f"{size}_cos"])
         close(sin[io["rows"]], io[f"{size}_sin"])
+
+
+def test_cosmos_fsq() -> None:
+    io, fsq = tensors("cosmos_dv", "fsq.safetensors"), FSQ(variant="cosmos")
+    close(fsq.bound(io["z"]), io["bounded"])
+    close(fsq.quantize(io["z"]), io["codes"])
+    assert torch.equal(fsq.codes(fsq.quantize(io["z"])), io["indices"].long())
+
+
+def test_cosmos_tokenizer() -> None:
+    cfg, io = config("cosmos_dv"), tensors("cosmos_dv")
+    shape = TokenizerConfig(
+        channels=cfg["channels"],
+        multipliers=cfg["channels_mult"],
+        blocks=cfg["num_res_blocks"],
+        z_channels=cfg["z_channels"],
+        spatial=cfg["spatial_compression"],
+        temporal=cfg["temporal_compression"],
+        patch=cfg["patch_size"],
+        levels=cfg["levels"],
+    )
+    net = load_tokenizer(ROOT / "cosmos_dv/state_dict.pt", shape)
+    assert {k: list(v.shape) for k, v in net.state_dict().items()} == cfg["keys"]
+    close(patch(io["haar_in"]), io["haar_out"])
+    close(unpatch(io["haar_out"]), io["haar_back"])
+    video = io["video_uint8"].float() / 127.5 - 1
+    z = net.features(video)
+    close(z, io["pre_quant"])
+    close(net.quantizer.quantize(z.movedim(1, -1)).movedim(-1, 1), io["quant"])
+    unit = (video / 2 + 0.5).transpose(1, 2)
+    assert torch.equal(net.encode(unit), io["indices"].long())
+    assert torch.equal(net.encode(unit[:, :1]), io["indices_first_frame_only"].long())
+    assert torch.equal(net.encode(unit[:, :9]), io["indices_9_frames"].long())
+    close(net.quantizer.values(io["codes"]).movedim(-1, 1), io["codes_quant"])
+    decoded = net.decoder(net.post_quant_conv(io["codes_quant"]))
+    close(decoded, io["decoded"])
+    close(net.decode(io["codes"]), (io["decoded"] * 0.5 + 0.5).clamp(0, 1).transpose(1, 2))

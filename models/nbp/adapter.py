@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +11,7 @@ from torch import Tensor, nn
 from visacc.cache import addresses, window_mask
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
 from visacc.models.nbp.gpt import NBP, block_mask, input_ids
-
-
-class VideoTokenizer(Protocol):
-    """What a video model needs of its tokenizer. Videos are float [B, T, 3, H, W] in [0, 1]."""
-
-    codebook_size: int
-
-    def encode(self, video: Tensor) -> Tensor:
-        """-> codes int64 [B, T', H', W']."""
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes [B, T', H', W'] -> video."""
-
-    def frames(self, latent_frames: int) -> int:
-        """Pixel frames of so many latent frames."""
-
-
-@dataclass(frozen=True)
-class VideoPrompt:
-    """Prompt of a video model: a text (or nothing), and frames to continue (or none).
-
-    ``frames`` is a float tensor [T, 3, H, W] in [0, 1].
-    """
-
-    text: str | None = None
-    frames: Tensor | None = None
+from visacc.models.video_prompt import VideoTokenizer, as_prompts, given_codes
 
 
 class NBPModel(ImageModel):
@@ -108,14 +82,16 @@ class NBPModel(ImageModel):
         """Texts or :class:`VideoPrompt` objects; class models take their class text, continuation models frames."""
         if negative and any(n for n in negative):
             raise ValueError(f"{self.name} has a fixed null condition and takes no negative prompt")
-        items = [p if isinstance(p, VideoPrompt) else VideoPrompt(text=p) for p in prompts]
+        items = as_prompts(prompts)
         data: dict[str, Any] = {}
         if self.net.config.hybrid:
             data["no_text"] = torch.tensor([not item.text for item in items], device=self.device)
             data["text"] = torch.stack([self._text(item.text) for item in items]).to(self.device)
         elif any(item.text for item in items):
             raise ValueError(f"{self.name} has no text condition; give frames only")
-        data["given"] = self._given(items)
+        data["given"] = given_codes(
+            items, self.tokenizer, self.given_frames, self.net.config.grid, self.device, self.name
+        )
         return self.conditioning(data, len(items))
 
     def conditioning(self, data: dict[str, Any], batch: int) -> Conditioning:
@@ -141,37 +117,6 @@ class NBPModel(ImageModel):
         if self._read_text is None:
             raise ValueError(f"{self.name} was loaded without a text tokenizer")
         return self._read_text(text)
-
-    def _given(self, items: Sequence[VideoPrompt]) -> Tensor:
-        """Codes int64 [B, K] of the frames to continue, in raster order."""
-        if self.given_frames == 0:
-            if any(item.frames is not None for item in items):
-                raise ValueError(
-                    f"{self.name} was loaded to generate from text alone; load it with given_frames=1 or more"
-                )
-            return torch.empty(len(items), 0, dtype=torch.long, device=self.device)
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} was loaded without a tokenizer and cannot read frames")
-        need = self.tokenizer.frames(self.given_frames)
-        for item in items:
-            if item.frames is None or item.frames.ndim != 4 or item.frames.shape[1] != 3:
-                raise ValueError(f"{self.name} continues {need} frames [T, 3, H, W]; a prompt brings none")
-            if item.frames.shape[0] != need:
-                raise ValueError(
-                    f"{self.name} continues exactly {need} frames, a prompt brings {item.frames.shape[0]}"
-                )
-        shapes = {tuple(item.frames.shape) for item in items if item.frames is not None}
-        if len(shapes) != 1:
-            raise ValueError(f"all prompts of a batch must bring frames of one size, got {sorted(shapes)}")
-        video = torch.stack([item.frames for item in items if item.frames is not None]).to(self.device)
-        codes = self.tokenizer.encode(video)
-        expected = (self.given_frames, *self.net.config.grid[1:])
-        if tuple(codes.shape[1:]) != expected:
-            raise ValueError(
-                f"frames of {video.shape[3]}x{video.shape[4]} become latents {tuple(codes.shape[1:])}, but {self.name}"
-                f" works on {expected}: another frame size"
-            )
-        return codes.flatten(1)
 
     def prefill(self, cond: Conditioning, *, guidance: bool, window: int) -> tuple[DecodeState, ModelOutput]:
         cfg, data = self.net.config, cond.data
