@@ -19,9 +19,19 @@ _EXPORTS = {
     "TextToImagePipeline": "visacc.pipeline",
     "Decoder": "visacc.decoders",
     "SamplingParams": "visacc.sampling",
+    "attach": "visacc.integrations.attach",
+    "ARImagePipeline": "visacc.integrations.diffusers_pipeline",
 }
 
-__all__ = ["Decoder", "SamplingParams", "TextToImagePipeline", "__version__", "load"]
+__all__ = [
+    "ARImagePipeline",
+    "Decoder",
+    "SamplingParams",
+    "TextToImagePipeline",
+    "__version__",
+    "attach",
+    "load",
+]
 
 
 def __getattr__(name: str) -> _Any:

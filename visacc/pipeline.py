@@ -99,7 +99,8 @@ class TextToImagePipeline:
         """Generate ``num_images_per_prompt`` images for every prompt.
 
         Args:
-            prompt: text, class label (class-conditional models), or a list of them.
+            prompt: text, class label (class-conditional models), token ids (a list of them, or a tensor, for models of
+                the transformers library), or a list of those.
             guidance_scale, temperature, top_k, top_p, guidance_interval: see
                 :class:`visacc.sampling.SamplingParams`; ``None`` takes the model family's own default.
             seed: one seed for the call, or one per image. The same seed, prompt and settings give the same image,
@@ -212,7 +213,7 @@ class TextToImagePipeline:
                 f"prompt must be a text, a class label or a non-empty list of them, got {prompt!r}"
             )
         for p in many:
-            if isinstance(p, bool) or not isinstance(p, (str, int)):
+            if not _is_token_ids(p) and (isinstance(p, bool) or not isinstance(p, (str, int))):
                 raise ValueError(
                     f"prompt must be a text or a class label, got {p!r} of type {type(p).__name__}"
                 )
@@ -240,6 +241,14 @@ def _report(
 ) -> None:
     """Progress of a whole call from that of one of its batches of ``size`` images."""
     progress(done + slots * size, whole)
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    """A prompt given as the ids of its tokens (adapters of transformers models take those)."""
+    if isinstance(prompt, Tensor):
+        return prompt.ndim == 1 and not prompt.is_floating_point()
+    whole = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+    return whole and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
 
 
 def image_seeds(seed: int | Sequence[int] | None, generator: torch.Generator | None, count: int) -> list[int]:

@@ -128,6 +128,38 @@ class Decoder(ABC):
         """Keep only the given rows of the per-row state."""
         self.state = {k: None if v is None else v[rows] for k, v in self.state.items()}
 
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        grid: tuple[int, int] | None = None,
+        seed: int | list[int] | None = None,
+        callback: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """For transformers: ``model.generate(..., custom_generate=decoder, grid=..., seed=...)``.
+
+        See :func:`visacc.integrations.generate.run`. Names that the stock loop has (masks, positions, cache) must stay
+        inside ``model_kwargs``: transformers would take them for options of ours.
+        """
+        from visacc.integrations.generate import run
+
+        return run(
+            self,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            grid=grid,
+            seed=seed,
+            callback=callback,
+            **model_kwargs,
+        )
+
     def options(self) -> dict[str, Any]:
         """The options this decoder runs with, for statistics and manifests."""
         return {}
