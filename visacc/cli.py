@@ -74,7 +74,7 @@ def _mount() -> None:
         app.add_typer(importlib.import_module(module).app, name=name)
 
 
-_SUB_APPS: dict[str, str] = {}
+_SUB_APPS: dict[str, str] = {"eval": "visacc.eval.cli"}
 
 _mount()
 
