@@ -19,6 +19,9 @@ from visacc.decoders.lpd import LPD as LPDDecoder
 from visacc.decoders.nbp import NBP as NBPDecoder
 from visacc.engine import decode
 from visacc.kernels import process_logits
+from visacc.metrics.frechet import frechet_from_features
+from visacc.metrics.fvd import VideoProtocol, crop_resize, preprocess
+from visacc.metrics.fvd_i3d import I3D
 from visacc.models.base import ImageModel
 from visacc.models.cosmos.haar import patch, unpatch
 from visacc.models.cosmos.positions import Yarn, absolute_table, rope_frequencies, rope_tables
@@ -388,3 +391,55 @@ def test_cosmos_tokenizer() -> None:
     decoded = net.decoder(net.post_quant_conv(io["codes_quant"]))
     close(decoded, io["decoded"])
     close(net.decode(io["codes"]), (io["decoded"] * 0.5 + 0.5).clamp(0, 1).transpose(1, 2))
+
+
+# ---- FVD ------------------------------------------------------------------------------------------------------
+
+
+def test_fvd_distance() -> None:
+    cfg, io = config("fvd"), tensors("fvd")
+    for name, values in cfg["frechet"].items():
+        distance = frechet_from_features(io[f"fd_{name}_fake"], io[f"fd_{name}_real"])
+        assert distance == pytest.approx(values["styleganv"], rel=1e-7)
+        assert distance == pytest.approx(values["videogpt"], rel=1e-6)
+
+
+def test_fvd_preprocessing() -> None:
+    io = tensors("fvd")
+    wide = io["pre_in_wide"].transpose(0, 1)  # frames first
+    for key, clip, size in (("wide_24", wide, 24), ("tall_9", wide.transpose(2, 3), 9)):
+        got = crop_resize(clip, size).transpose(0, 1)
+        close(2 * got - 1, io[f"pre_out_{key}"], 1e-5)
+    close(crop_resize(wide, 24).transpose(0, 1), io["pre_out_wide_24_nonorm"], 1e-5)
+    whole = preprocess(wide[None].clamp(0, 1), VideoProtocol(frames=4, size=24))[0]
+    close(whole, io["pre_out_wide_24"], 1e-5)
+    pixels = io["nbpre_in_uint8"].movedim(-1, 2).float() / 255
+    close(preprocess(pixels, VideoProtocol(frames=4, resize="stretch", size=20)), io["nbpre_out_20x20"], 1e-5)
+
+
+def test_fvd_i3d() -> None:
+    cfg, io = config("fvd"), tensors("fvd")
+    net = I3D().eval()
+    state = net.state_dict()
+    assert {k: list(v.shape) for k, v in state.items()} == cfg["i3d_keys"]
+    rs = np.random.RandomState(cfg["weight_seed"])
+    for key in sorted(state):
+        shape = state[key].shape
+        if key.endswith("num_batches_tracked"):
+            continue
+        if key.endswith(("running_var", "bn.weight")):
+            value = rs.uniform(0.5, 1.5, shape)
+        elif key.endswith("conv3d.weight"):
+            value = rs.standard_normal(shape) * np.sqrt(2 / np.prod(shape[1:]))
+        else:
+            value = rs.standard_normal(shape) * 0.1
+        state[key] = torch.from_numpy(np.asarray(value, np.float32))
+    net.load_state_dict(state)
+    rs = np.random.RandomState(cfg["input_seed"])
+    for name, frames in (("a", 10), ("b", 16)):
+        clip = torch.from_numpy(rs.uniform(-1, 1, (1, 3, frames, 224, 224)).astype(np.float32))
+        with torch.inference_mode():
+            pooled = net.pooled(clip)
+            logits = net.logits(pooled).flatten(2).mean(2)
+        torch.testing.assert_close(pooled, io[f"i3d_avgpool_{name}"], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(logits, io[f"i3d_logits_{name}"], rtol=1e-3, atol=1e-3)
