@@ -26,6 +26,15 @@ PREFIX = "A photo depicts"
 HPS_FILES = {"v2.0": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
+def scale_cosines(cosines: np.ndarray, scale: str) -> np.ndarray:
+    """Cosines in the units of a published scale."""
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+    if scale == "100cos":
+        return 100 * cosines
+    return 2.5 * np.maximum(cosines, 0) if scale == "clipscore" else cosines
+
+
 def prefixed_tokens(tokens: Tensor, prefix: Tensor, end: int) -> Tensor:
     """[b, 77] with the prefix's tokens inserted after the start token; overlong rows end with the end token.
 
@@ -85,14 +94,9 @@ class ClipScore:
     def reset(self) -> None:
         self.cosines = []
 
-    def scaled(self, cosines: np.ndarray) -> np.ndarray:
-        if self.scale == "100cos":
-            return 100 * cosines
-        return 2.5 * np.maximum(cosines, 0) if self.scale == "clipscore" else cosines
-
     def compute(self) -> Score:
         return mean_score(
-            self.scaled(np.array(self.cosines)),
+            scale_cosines(np.array(self.cosines), self.scale),
             "clip",
             self.model,
             {"scale": self.scale, "prompts": self.prompts},

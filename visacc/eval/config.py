@@ -1,0 +1,194 @@
+"""Configuration of an evaluation run: one YAML file, checked as a whole before anything is computed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from visacc.eval.prompts import PromptSet
+from visacc.metrics.protocol import digest
+
+_KEYS = {
+    "output": "folder of the run",
+    "model": "name, folder, file or hub id (visacc list models)",
+    "model_options": "options of visacc.load: dtype, image_size, ...",
+    "pipeline": "package.module:function returning a pipeline, instead of model",
+    "prompts": "geneval, shapes, shapes-heldout, labels:1000x50, FILE.txt or FILE.jsonl",
+    "limit": "only the first prompts",
+    "samples_per_prompt": "images per prompt (1)",
+    "seed": "base seed (0)",
+    "batch_size": "images decoded together (8)",
+    "sampling": "guidance_scale, temperature, top_k, top_p",
+    "decoders": "name -> {decoder: ..., options}, or a list; list-valued options span a grid",
+    "metrics": "list of {metric: ..., options}",
+    "baseline": "name of the decoder others are compared with (the first)",
+    "bootstrap": "confidence intervals of distances where they are cheap (true)",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One decoder with one setting."""
+
+    name: str
+    decoder: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    output: Path
+    prompts: str
+    decoders: tuple[Cell, ...]
+    metrics: tuple[Mapping[str, Any], ...]
+    model: str = "shapes-t2i"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: str | None = None
+    limit: int | None = None
+    samples_per_prompt: int = 1
+    seed: int = 0
+    batch_size: int = 8
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    baseline: str = ""
+    bootstrap: bool = True
+
+    def generation(self, cell: Cell, prompts: PromptSet, device: str) -> dict[str, Any]:
+        """Everything the images of a cell depend on; its digest guards the folder."""
+        from visacc import __version__
+
+        return {
+            "model": self.pipeline or self.model,
+            "model_options": {k: v for k, v in self.model_options.items() if k != "device"},
+            "device": device,
+            "decoder": cell.decoder,
+            "decoder_options": dict(cell.options),
+            "prompts": prompts.name,
+            "prompts_digest": prompts.digest,
+            "samples_per_prompt": self.samples_per_prompt,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "sampling": dict(self.sampling),
+            "visacc": __version__,
+        }
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+=-]+", "-", text).strip("-") or "cell"
+
+
+def expand(decoders: Any) -> tuple[Cell, ...]:
+    """Cells of the `decoders` entry. List values of options span a grid: window: [8, 16] gives two cells."""
+    if isinstance(decoders, str):
+        decoders = [decoders]
+    if isinstance(decoders, Mapping):
+        entries = [(name, {"decoder": name} if spec is None else spec) for name, spec in decoders.items()]
+    elif isinstance(decoders, list):
+        entries = [("", {"decoder": e} if isinstance(e, str) else e) for e in decoders]
+    else:
+        raise ValueError(f"decoders must be a name, a list or a mapping, got {decoders!r}")
+    cells: list[Cell] = []
+    for name, spec in entries:
+        if not isinstance(spec, Mapping) or not isinstance(spec.get("decoder", name or None), str):
+            raise ValueError(
+                f"decoder entry {name or spec!r} needs `decoder: NAME` and options, got {spec!r}"
+            )
+        decoder = str(spec.get("decoder", name))
+        options = {k: v for k, v in spec.items() if k != "decoder"}
+        swept = [k for k, v in options.items() if isinstance(v, list)]
+        for values in itertools.product(*(options[k] for k in swept)):
+            chosen = {**options, **dict(zip(swept, values, strict=True))}
+            tail = [
+                f"{k}={v}" for k, v in (chosen if not name else dict(zip(swept, values, strict=True))).items()
+            ]
+            cells.append(Cell(_slug("-".join([name or decoder, *tail])), decoder, chosen))
+    names = [c.name for c in cells]
+    doubled = sorted({n for n in names if names.count(n) > 1})
+    if doubled:
+        raise ValueError(f"two decoder entries are called {doubled[0]!r}; give them different names")
+    if not cells:
+        raise ValueError("no decoders to evaluate")
+    return tuple(cells)
+
+
+def parse(data: Any, *, output: str | Path | None = None, base: Path = Path()) -> Config:
+    """Checked configuration. Relative file paths in it are relative to `base` (the folder of the file)."""
+    if not isinstance(data, Mapping):
+        raise ValueError("the configuration must be a mapping of keys")
+    unknown = [k for k in data if k not in _KEYS]
+    if unknown:
+        known = "\n".join(f"  {k}: {v}" for k, v in _KEYS.items())
+        raise ValueError(f"unknown key {unknown[0]!r} in the configuration; known keys:\n{known}")
+    for key in ("prompts", "decoders"):
+        if key not in data:
+            raise ValueError(f"the configuration needs {key!r}: {_KEYS[key]}")
+    if output is None and "output" not in data:
+        raise ValueError("the configuration needs 'output' (or give --output)")
+    for key in ("samples_per_prompt", "batch_size"):
+        value = data.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{key} must be a positive integer, got {value!r}")
+    if not isinstance(data.get("seed", 0), int):
+        raise ValueError(f"seed must be an integer, got {data['seed']!r}")
+    if "pipeline" in data and "model" in data:
+        raise ValueError("give either `model` or `pipeline`, not both")
+    metrics = data.get("metrics", [])
+    metrics = [{"metric": m} if isinstance(m, str) else m for m in metrics]
+    for m in metrics:
+        if not isinstance(m, Mapping) or not isinstance(m.get("metric"), str | list):
+            raise ValueError(f"a metric entry needs `metric: NAME` and options, got {m!r}")
+    cells = expand(data["decoders"])
+    baseline = data.get("baseline", cells[0].name)
+    if baseline not in [c.name for c in cells]:
+        raise ValueError(f"baseline {baseline!r} is none of the cells {', '.join(c.name for c in cells)}")
+    prompts = str(data["prompts"])
+    if (base / prompts).is_file():
+        prompts = str(base / prompts)
+    simple = {
+        k: data[k]
+        for k in ("model", "model_options", "pipeline", "limit", "samples_per_prompt", "seed", "batch_size", "sampling",
+                  "bootstrap")
+        if k in data
+    }  # fmt: skip
+    return Config(
+        Path(output) if output is not None else base / data["output"],
+        prompts,
+        cells,
+        tuple(_resolve(m, base) for m in metrics),
+        baseline=baseline,
+        **simple,
+    )
+
+
+def _resolve(spec: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Paths of a metric entry made absolute where such a file exists beside the configuration."""
+    return {
+        k: str((base / v).resolve()) if isinstance(v, str) and k in _PATH_KEYS and (base / v).exists() else v
+        for k, v in spec.items()
+    }
+
+
+_PATH_KEYS = ("reference", "weights", "colour_weights")
+
+
+def load_config(path: str | Path, output: str | Path | None = None) -> Config:
+    """Read a YAML (or JSON) file."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no configuration file {path}")
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("reading configurations needs PyYAML: pip install 'visacc[eval]'") from error
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    return parse(data, output=output, base=path.parent)
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    return digest(settings, 16)

@@ -1,0 +1,95 @@
+"""Where prompts come from: GenEval's list, the shapes world, text files, JSON lines, class labels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visacc.metrics.protocol import digest
+
+Metadata = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """texts (or class labels) in order; metadata: GenEval clauses per prompt, None if there are none."""
+
+    name: str
+    texts: tuple[str | int, ...]
+    metadata: tuple[Metadata, ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        return digest([list(self.texts), list(self.metadata or ())])
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def _from_metadata(name: str, items: list[Metadata]) -> PromptSet:
+    return PromptSet(name, tuple(m["prompt"] for m in items), tuple(items))
+
+
+def _labels(source: str) -> PromptSet:
+    """labels:1000x50 -> classes 0..999, 50 each in class order; labels:207 -> class 207 is not meant, see
+    error.
+    """
+    count, _, each = source.removeprefix("labels:").partition("x")
+    if not count.isdigit() or (each and not each.isdigit()):
+        raise ValueError(f"class labels are given as labels:CLASSES or labels:CLASSESxEACH, got {source!r}")
+    repeat = int(each) if each else 1
+    return PromptSet(source, tuple(label for label in range(int(count)) for _ in range(repeat)))
+
+
+def load_prompts(source: str, limit: int | None = None) -> PromptSet:
+    """geneval | shapes | shapes-heldout | labels:1000x50 | FILE.txt (one a line) | FILE.jsonl ({"prompt":
+    ...}).
+    """
+    if source == "geneval":
+        from visacc.metrics.geneval import official_prompts
+
+        found = _from_metadata("geneval", [dict(m) for m in official_prompts()])
+    elif source in ("shapes", "shapes-heldout"):
+        from visacc.models.shapes.captions import all_prompts, heldout_prompts
+
+        found = _from_metadata(source, heldout_prompts() if source == "shapes-heldout" else all_prompts())
+    elif source.startswith("labels:"):
+        found = _labels(source)
+    else:
+        found = _from_file(Path(source))
+    if limit is not None:
+        if limit < 1:
+            raise ValueError(f"limit must be at least 1, got {limit}")
+        metadata = found.metadata[:limit] if found.metadata else None
+        found = PromptSet(f"{found.name}[:{limit}]", found.texts[:limit], metadata)
+    return found
+
+
+def _from_file(path: Path) -> PromptSet:
+    if not path.is_file():
+        raise ValueError(
+            f"no prompt file {path}; known sets: geneval, shapes, shapes-heldout, labels:CLASSES[xEACH]"
+        )
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no prompts")
+    if path.suffix != ".jsonl":
+        return PromptSet(path.name, tuple(lines))
+    items = []
+    for number, line in enumerate(lines, 1):
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(item, dict) or not str(item.get("prompt", "")).strip():
+            raise ValueError(f"{path}, line {number}: no `prompt`")
+        items.append(item)
+    judged = [i for i, item in enumerate(items) if "include" in item]
+    if judged and len(judged) != len(items):
+        odd = next(i for i, item in enumerate(items) if "include" not in item)
+        raise ValueError(f"{path}: line {odd + 1} has no GenEval clauses while line {judged[0] + 1} has")
+    if not judged:
+        return PromptSet(path.name, tuple(str(item["prompt"]) for item in items))
+    return _from_metadata(path.name, items)

@@ -1,0 +1,48 @@
+"""The processes of a run. One process needs nothing; several come from accelerate or torchrun."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+_PATIENCE = timedelta(days=7)  # a rank may wait for another's share of a long run
+
+
+@dataclass
+class World:
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _state: Any = None
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self._state is not None:
+            self._state.wait_for_everyone()
+
+
+def join(device: str | None = None) -> World:
+    """The world this process belongs to. device: overrides the automatic choice (first or own GPU, else
+    CPU).
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        try:
+            from accelerate import PartialState
+        except ImportError as error:
+            raise ImportError(
+                "several processes need accelerate: pip install 'visacc[eval]' (or run one process)"
+            ) from error
+        cpu = device == "cpu" or not torch.cuda.is_available()
+        state = PartialState(cpu=cpu, timeout=_PATIENCE)
+        place = torch.device(device) if device and device != "cuda" else state.device
+        return World(state.process_index, state.num_processes, torch.device(place), state)
+    place = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return World(device=place)
