@@ -115,7 +115,65 @@ def sampling_variants() -> Iterator[Variant]:
             )
 
 
-FAMILIES = {"sampling": sampling_variants}
+def logits_variants() -> Iterator[Variant]:
+    from visacc.kernels.triton import logits
+
+    for dtype in ("bf16", "fp32"):
+        pointers = {
+            "c_ptr": f"*{dtype}", "u_ptr": f"*{dtype}", "scale_ptr": "*fp32", "temperature_ptr": "*fp32",
+            "k_ptr": "*i32", "top_p_ptr": "*fp32", "out_ptr": "*fp32",
+        }  # fmt: skip
+        flags = {"HAS_UNCOND": True, "HAS_ALLOWED": False, "HAS_TEMPERATURE": True, "HAS_K": True, "HAS_P": True}
+        const = {"allowed_ptr": None, "allowed_stride": 0, **flags}
+        aligned = ("V", "c_stride", "u_stride")
+        for block in (512, 4096, 16384):
+            if dtype == "fp32" and block != 16384:
+                continue
+            yield Variant(
+                f"logits row {block} {dtype}",
+                logits.row_kernel,
+                pointers,
+                {**const, "BLOCK": block},
+                logits.row_warps(block),
+                exact=False,
+                aligned=aligned,
+            )
+        yield Variant(
+            f"logits stream {dtype}",
+            logits.stream_kernel,
+            pointers,
+            {**const, "BLOCK": logits.STREAM_TILE, "SEARCH": logits.SEARCH_TILE},
+            16,
+            exact=False,
+            aligned=aligned,
+        )
+
+
+def relaxed_variants() -> Iterator[Variant]:
+    from visacc.kernels.triton import relaxed
+
+    for block in (16, 1024):
+        yield Variant(
+            f"neighbour mass of {block}",
+            relaxed.neighbour_mass_kernel,
+            {"p_ptr": "*fp32", "ids_ptr": "*i32", "bound_ptr": "*fp32", "out_ptr": "*fp32"},
+            {"BLOCK_K": block},
+            max(1, block // 256),
+        )
+    yield Variant(
+        "group sums tile 4096",
+        relaxed.group_kernel,
+        {
+            "p_ptr": "*fp32", "q_ptr": "*fp32", "x_ptr": "*i64", "onehot_ptr": "*u8", "e_ptr": "*fp32",
+            "num_ptr": "*fp32", "den_ptr": "*fp32", "prob_threshold": "fp32", "distance_threshold": "fp32",
+        },
+        {"HAS_Q": True, "HAS_ONEHOT": True, "BLOCK_E": 16, "BLOCK": 4096},
+        8,
+        aligned=("V", "p_stride", "q_stride"),
+    )  # fmt: skip
+
+
+FAMILIES = {"sampling": sampling_variants, "logits": logits_variants, "relaxed": relaxed_variants}
 
 
 def report(only: str | None = None) -> dict[str, dict[str, Any]]:
