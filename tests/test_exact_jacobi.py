@@ -34,6 +34,28 @@ class Script:
         self.high: torch.Tensor
         self.column = 0
 
+    def patch(self, monkeypatch, decoder: Jacobi) -> None:
+        """Put the script in the place of every random draw."""
+        for module in (jacobi_module, init_module, chain_module):
+            if hasattr(module, "draw"):
+                monkeypatch.setattr(module, "draw", self.draw)
+        for module in (jacobi_module, decoder_base):
+            monkeypatch.setattr(module, "gumbel_draw", self.gumbel)
+        decoder.rule = ScriptedRule(self)
+
+    def columns(self, decoder: Jacobi, size: int, init_columns: list[int]) -> list[int]:
+        """Number of outcomes of each decision of a pass over ``size`` nodes, in the order they are taken."""
+        vocab, drafts = self.vocab, size - 1
+        if decoder.coupling == "independent":
+            base = [vocab] * size + [2] * drafts + ([vocab] if drafts else [])
+        elif decoder.coupling == "maximal":
+            base = [vocab] + [2] * drafts + [vocab] * drafts
+        elif decoder.coupling == "gumbel":
+            base = [vocab] * size + [2] * drafts + ([vocab] if drafts else [])
+        else:
+            base = [vocab] * size
+        return base + init_columns
+
     def take(self, count: int) -> torch.Tensor:
         taken = self.choices[:, self.column : self.column + count]
         assert taken.shape[1] == count, "the pass asked for more decisions than were enumerated"
@@ -124,18 +146,13 @@ def _product(base: list[int]) -> torch.Tensor:
 
 
 def enumerate_law(
-    model: TableModel, decoder: Jacobi, top_k: int, monkeypatch
+    model: TableModel, decoder: Jacobi, top_k: int, monkeypatch, script: Script | None = None
 ) -> dict[tuple[int, ...], float]:
     """Output law of the real decoder code, with every random draw branched."""
     layout, vocab = model.layout, model.layout.vocab
-    script = Script(vocab)
+    script = script or Script(vocab)
     script.init_random = decoder.init == "random"
-    for module in (jacobi_module, init_module, chain_module):
-        if hasattr(module, "draw"):
-            monkeypatch.setattr(module, "draw", script.draw)
-    for module in (jacobi_module, decoder_base):
-        monkeypatch.setattr(module, "gumbel_draw", script.gumbel)
-    decoder.rule = ScriptedRule(script)
+    script.patch(monkeypatch, decoder)
 
     def process(output: ModelOutput) -> torch.Tensor:
         z = output.logits
@@ -194,16 +211,7 @@ def enumerate_law(
         weight = torch.zeros(len(unique), dtype=torch.float64).index_add_(0, inverse, script.weight[live])
         chosen = torch.zeros(len(unique), dtype=torch.int64).scatter_(0, inverse, live.nonzero()[:, 0])
         size = max(1, min(decoder.window, layout.total - int(run.count[chosen].min())))
-        drafts = size - 1
-        if decoder.coupling == "independent":
-            base = [vocab] * size + [2] * drafts + ([vocab] if drafts else [])
-        elif decoder.coupling == "maximal":
-            base = [vocab] + [2] * drafts + [vocab] * drafts
-        elif decoder.coupling == "gumbel":
-            base = [vocab] * size + [2] * drafts + ([vocab] if drafts else [])
-        else:
-            base = [vocab] * size
-        combos = _product(base + init_columns)
+        combos = _product(script.columns(decoder, size, init_columns))
         spread = chosen.repeat_interleave(len(combos))
         script.choices = combos.repeat(len(chosen), 1)
         script.weight = weight.repeat_interleave(len(combos))
@@ -298,9 +306,16 @@ SAMPLES = 40_000
 LAYOUTS = {"plain": None, "forced": (-1, -1, 9, -1, -1, 9)}
 
 
-def chi_square(model: TableModel, decoder, sampling: SamplingParams, count: int = SAMPLES) -> float:
+def chi_square(
+    model: TableModel, decoder, sampling: SamplingParams, count: int = SAMPLES, batches: int = 1
+) -> float:
     """p-value of Pearson's test of the sampled sequences against the chain-rule law (rare cells pooled)."""
-    result = decode(model, decoder, model.encode([""] * count), sampling, list(range(count)))
+    sequence = torch.cat(
+        [
+            decode(model, decoder, model.encode([""] * len(seeds)), sampling, seeds).sequence
+            for seeds in (list(range(i, count, batches)) for i in range(batches))
+        ]
+    )
 
     def processed(logits, uncond, slot):
         output = ModelOutput(logits[None].float(), uncond[None].float() if sampling.guided else None)
@@ -308,9 +323,7 @@ def chi_square(model: TableModel, decoder, sampling: SamplingParams, count: int 
 
     law = model.law(processed)
     base = model.layout.vocab ** torch.arange(model.layout.total - 1, -1, -1)
-    observed = torch.bincount(
-        (result.sequence * base).sum(1), minlength=model.layout.vocab**model.layout.total
-    )
+    observed = torch.bincount((sequence * base).sum(1), minlength=model.layout.vocab**model.layout.total)
     expected = torch.zeros(len(observed), dtype=torch.float64)
     for key, mass in law.items():
         expected[int((torch.tensor(key) * base).sum())] = mass * count

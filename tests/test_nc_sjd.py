@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_exact_jacobi import ALPHA, LAYOUTS, chi_square
+from test_exact_jacobi import ALPHA, LAYOUTS, Script, chi_square, enumerate_law
 from tiny import tiny_llamagen
-from toy import TableModel
+from toy import NeighbourModel, TableModel
 
-from visacc.decoders import AR
+import visacc.decoders.nc_sjd as nc_module
+from visacc.decoders import AR, MCSJD
+from visacc.decoders.nc_online import Learner, forget, learner_for
 from visacc.decoders.nc_sjd import NCSJD
-from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables
+from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables, low_rank
 from visacc.engine import decode
 from visacc.sampling import SamplingParams
 
@@ -23,10 +25,98 @@ def random_tables(model, std=1.5, seed=0, rank=None):
     return NeighbourTables.from_full(full, base, IMAGE_OFFSETS, rank or vocab, model.fingerprint(), 1.0)
 
 
+# ---- exact enumeration ------------------------------------------------------------------------------------
+
+
+class SweepScript(Script):
+    """Also branches the sweep. The passes of one step share each slot's uniform, so what they see of it is narrowed down
+    lazily: with two codes a residual is the other code, and a redraw is one comparison of that uniform."""
+
+    def patch(self, monkeypatch, decoder):
+        super().patch(monkeypatch, decoder)
+        monkeypatch.setattr(nc_module, "gumbel_draw", self.gumbel)
+        monkeypatch.setattr(nc_module, "window_resample", self.resample)
+
+    def columns(self, decoder, size, init_columns):
+        self.init_random = False  # fresh drafts come from the tables after the first window
+        self.sweep = None
+        drafts, width = size - 1, decoder.window - 1
+        base = [2] * (1 if decoder.coupling == "maximal" else size)
+        if decoder.coupling != "gumbel-exact" and drafts:
+            base += [2] * drafts + [2]
+        return base + [2] * (width * (decoder.passes + 1))
+
+    def resample(self, p, q, x, u, U, onehot, *, has_draft):
+        rows = len(self.weight)
+        tokens = self.take(len(p) // rows).reshape(-1)
+        p_x, q_x = (t.gather(1, x[:, None])[:, 0] for t in (p, q))
+        ratio = torch.where(p_x >= torch.where(onehot, 1.0, q_x), 1.0, p_x / torch.where(onehot, 1.0, q_x))
+        cut = torch.where(has_draft, ratio, p[:, 0])
+        if self.sweep is None:
+            self.sweep = torch.zeros_like(cut), torch.ones_like(cut)
+        low, high = self.sweep
+        cut = cut.clamp(low, high)
+        below = tokens == torch.where(has_draft, x, 0)
+        new = torch.where(below, low, cut), torch.where(below, cut, high)
+        width = high - low
+        chance = torch.where(width > 0, (new[1] - new[0]) / width, 0)
+        self.sweep, self.weight = new, self.weight * chance.view(rows, -1).prod(1)
+        return below, tokens
+
+
 @pytest.mark.exact
-@pytest.mark.parametrize("fresh", ["tables", "repeat_left", "random"])
-@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
-@pytest.mark.parametrize("layout", ["plain", "forced"])
+@pytest.mark.parametrize(
+    ("coupling", "passes"),
+    [("maximal", 0), ("maximal", 1), ("maximal", 2), ("gumbel", 1), ("gumbel-exact", 2)],
+)
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_law_is_exact_by_enumeration(coupling, passes, top_k, monkeypatch):
+    """The real decoder with adversarial tables, every random draw branched."""
+    model = TableModel(2, 4, width=2, seed=3, std=1.5, dtype=torch.float64)
+    decoder = NCSJD(3, coupling, random_tables(model), passes=max(passes, 1))
+    decoder.passes = passes
+    decoder.check(model)
+    found = enumerate_law(model, decoder, top_k, monkeypatch, SweepScript(2))
+
+    def processed(logits, _uncond, _slot):
+        if top_k:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+        return logits.softmax(-1)
+
+    expected = model.law(processed)
+    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
+    assert max(abs(found.get(k, 0) - expected.get(k, 0)) for k in {*found, *expected}) < 1e-12
+
+
+@pytest.mark.exact
+def test_enumeration_finds_tables_that_look_ahead(monkeypatch):
+    """A correction that reads a later position is illegal: the enumeration has to see the damage."""
+    model = TableModel(2, 4, width=4, seed=3, std=1.5, dtype=torch.float64)
+    decoder = NCSJD(3, "maximal", random_tables(model, 3.0), passes=2)
+    decoder.check(model)
+    honest = NCSJD.begin
+
+    def cheat(self, run, law):
+        first = honest(self, run, law)
+        after = run.layout.neighbour(0, 0, 1).expand_as(self._neighbour)
+        self._neighbour, self._has = after.clamp(min=0), after >= 0
+        return first
+
+    monkeypatch.setattr(NCSJD, "begin", cheat)
+    found = enumerate_law(model, decoder, 0, monkeypatch, SweepScript(2))
+    expected = model.law(lambda logits, _u, _s: logits.softmax(-1))
+    assert sum(abs(found.get(k, 0) - v) for k, v in expected.items()) / 2 > 1e-4
+
+
+# ---- chi-square on the real engine ------------------------------------------------------------------------
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("coupling", "fresh", "layout"),
+    [("maximal", "tables", "plain"), ("maximal", "tables", "forced"), ("maximal", "repeat_left", "forced")]
+    + [("maximal", "random", "plain"), ("gumbel", "tables", "forced"), ("gumbel", "random", "plain")],
+)
 def test_wrong_tables_never_change_the_law(coupling, fresh, layout):
     """Adversarial tables (random, as large as the logits) at every offset; rows of unequal progress."""
     model = TableModel(4, 6, width=2 if layout == "forced" else 3, seed=1, forced=LAYOUTS[layout])
@@ -51,6 +141,114 @@ def test_chi_square_finds_an_uncorrected_record():
     model = TableModel(4, 6, width=3, seed=1)
     decoder = Forgetful(4, "maximal", random_tables(model), fresh="random")
     assert chi_square(model, decoder, SamplingParams(top_k=3), 40_000) < ALPHA
+
+
+# ---- online tables ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
+def test_online_tables_never_change_the_law(coupling):
+    """Twelve decodes in a row, each with tables learned from those before it."""
+    model = TableModel(4, 6, width=3, seed=1, std=1.5)
+    sampling = SamplingParams(guidance_scale=2.0, top_k=3, temperature=0.8)
+    decoder = NCSJD(4, coupling, "online", passes=3, rank=3)
+    assert chi_square(model, decoder, sampling, 40_000, batches=12) > ALPHA
+    learner = learner_for(model, sampling, IMAGE_OFFSETS)
+    assert float(learner.gate[0]) > 0.2  # the tables were not empty
+    assert float(learner.full.abs().max()) > 0.1
+
+
+def test_online_tables_learn_the_neighbours_effect():
+    """On a model that is additive in its neighbours the steps fall towards those of the true tables."""
+    model = NeighbourModel(12, 8, 8, std=1.5)
+    cond, seeds = model.encode([""] * 16), list(range(16))
+
+    def steps(decoder):
+        return float(decode(model, decoder, cond, SamplingParams(), seeds).stats.steps.float().mean())
+
+    effects = torch.zeros(5, 12, 12)
+    effects[0], effects[3] = model.effects[0], model.effects[1]
+    true = NeighbourTables.from_full(
+        effects, model.tables[0][0][0], IMAGE_OFFSETS, 12, model.fingerprint(), 1.0
+    )
+    plain, best = steps(MCSJD(24)), steps(NCSJD(24, tables=true))
+    assert best < 0.6 * plain
+    online = [steps(NCSJD(24, tables="online", rank=12)) for _ in range(8)]
+    assert online[0] == plain  # nothing is known yet
+    assert online[-1] < 0.5 * (plain + best)
+    learner = learner_for(model, SamplingParams(), IMAGE_OFFSETS)
+    found = learner.full[0] - learner.full[0].mean(0)
+    found, wanted = (
+        t - t.mean(1, keepdim=True) for t in (found, model.effects[0] - model.effects[0].mean(0))
+    )
+    assert float(torch.corrcoef(torch.stack([found.flatten(), wanted.flatten()]))[0, 1]) > 0.8
+    forget(model)
+    assert learner_for(model, SamplingParams(), IMAGE_OFFSETS).passes == 0
+
+
+def test_online_tables_are_frozen_within_a_decode_and_kept_apart():
+    model = tiny_llamagen()
+    decoder, cond = NCSJD(9, tables="online", rank=4), model.encode([1, 2])
+    decode(model, decoder, cond, SamplingParams(), [0, 1])
+    used = []
+    decode(model, decoder, cond, SamplingParams(), [2, 3], callback=lambda info: used.append(decoder._tables))
+    assert used[0] is not None and all(t is used[0] for t in used)
+    before = used[0].left.clone()
+    decode(model, decoder, cond, SamplingParams(), [4, 5])
+    assert torch.equal(before, used[0].left)
+    guided = learner_for(model, SamplingParams(guidance_scale=3.0), IMAGE_OFFSETS)
+    assert guided.passes == 0
+    assert learner_for(model, SamplingParams(top_k=5), IMAGE_OFFSETS).passes > 0
+
+
+def test_a_table_that_predicts_nothing_is_gated_off():
+    g = torch.Generator().manual_seed(0)
+    effect = torch.randn(8, 8, generator=g)
+
+    def gate(additive):
+        learner = Learner(8, IMAGE_OFFSETS[:1], torch.device("cpu"))
+        for _ in range(300):
+            a, b = torch.randint(8, (2, 1, 4, 8), generator=g)
+            old = torch.randn(4, 8, 8, generator=g)
+            new = old + (effect[b[0]] - effect[a[0]] if additive else torch.randn(4, 8, 8, generator=g))
+            learner.learn(old.log_softmax(2), new.log_softmax(2), a, b, a != b)
+        return float(learner.gate)
+
+    assert gate(True) > 0.9
+    assert gate(False) < 0.4
+
+
+def test_online_seed_exact_form_equals_ar():
+    model = tiny_llamagen()
+    sampling, seeds = SamplingParams(guidance_scale=2.0, top_k=20), [3, 1, 4]
+    ar = decode(model, AR(), model.encode(seeds), sampling, seeds)
+    for _ in range(3):
+        decoder = NCSJD(9, "gumbel-exact", "online")
+        assert torch.equal(decode(model, decoder, model.encode(seeds), sampling, seeds).codes, ar.codes)
+
+
+def test_without_tables_it_says_what_it_does(caplog):
+    model = tiny_llamagen()
+    decoder = NCSJD(8)
+    decoder.check(model)
+    assert "learned while decoding" in caplog.text
+    caplog.clear()
+    seeds, cond = [5, 6], model.encode([1, 2])
+    off = decode(model, NCSJD(8, online=False), cond, SamplingParams(), seeds)
+    assert "as mc-sjd" in caplog.text
+    plain = decode(model, MCSJD(8), cond, SamplingParams(), seeds)
+    assert torch.equal(off.sequence, plain.sequence)
+    assert torch.equal(off.stats.steps, plain.stats.steps)
+    large = TableModel(5000, 2)
+    with pytest.raises(ValueError, match="up to 4096 codes"):
+        NCSJD(8, tables="online").check(large)
+    caplog.clear()
+    NCSJD(8).check(large)
+    assert "as mc-sjd" in caplog.text and "5000" in caplog.text
+
+
+# ---- the same noise, the same image -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("passes", [1, 4])
@@ -93,13 +291,13 @@ def test_enough_passes_are_the_sequential_sweep():
 
 def test_empty_tables_are_mc_sjd_in_law_of_steps():
     """With tables of zeros and the same initialisation the sweep is the plain coupled redraw."""
-    from visacc.decoders import MCSJD
-
     model = tiny_llamagen()
     seeds = list(range(24))
     cond = model.encode([s % 10 for s in seeds])
     plain = decode(model, MCSJD(8, "gumbel"), cond, SamplingParams(), seeds)
-    empty = decode(model, NCSJD(8, "gumbel", NeighbourTables.zeros(model), fresh="random"), cond, SamplingParams(), seeds)
+    empty = decode(
+        model, NCSJD(8, "gumbel", NeighbourTables.zeros(model), fresh="random"), cond, SamplingParams(), seeds
+    )
     assert torch.equal(plain.codes, empty.codes)
     assert torch.equal(plain.stats.steps, empty.stats.steps)
 
@@ -129,8 +327,8 @@ def test_bad_tables(tmp_path):
         NCSJD(8, tables=random_tables(other)).check(model)
     with pytest.raises(ValueError, match="64 codes"):
         NCSJD(8, tables=random_tables(tiny_llamagen(vocab=64))).check(model)
-    with pytest.raises(ValueError, match="visacc calibrate"):
-        NCSJD(8).check(model)
+    with pytest.raises(ValueError, match="rank must be"):
+        NCSJD(8, rank=0)
     with pytest.raises(ValueError, match="do not exist"):
         NCSJD(8, tables=tmp_path / "none.safetensors").check(model)
     (tmp_path / "bad.safetensors").write_bytes(b"xxxxxxxxxxxxxxxxxx")
@@ -146,6 +344,16 @@ def test_bad_tables(tmp_path):
         NCSJD(passes=0)
 
 
+def test_low_rank_factors_of_large_tables():
+    g = torch.Generator().manual_seed(0)
+    tables = torch.randn(2, 160, 6, generator=g) @ torch.randn(2, 6, 160, generator=g)
+    tables += 0.01 * torch.randn(2, 160, 160, generator=g)
+    left, right = low_rank(tables, 8)
+    u, s, vh = torch.linalg.svd(tables)
+    best = (u[..., :8] * s[:, None, :8]) @ vh[:, :8]
+    assert float((left @ right - tables).norm()) < 1.001 * float((best - tables).norm())
+
+
 def test_calibration_measures_real_effects():
     """On a model whose law depends strongly on its neighbours the measured tables reduce the staleness."""
     from visacc.calibrate import calibrate
@@ -153,7 +361,12 @@ def test_calibration_measures_real_effects():
     model = tiny_llamagen(vocab=16)
     ticks = []
     tables, staleness = calibrate(
-        model, [1, 2], SamplingParams(), contexts=24, rank=16, progress=lambda done, total: ticks.append((done, total))
+        model,
+        [1, 2],
+        SamplingParams(),
+        contexts=24,
+        rank=16,
+        progress=lambda done, total: ticks.append((done, total)),
     )
     assert ticks[-1] == (24, 24)
     tables.check(model)

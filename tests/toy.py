@@ -89,17 +89,17 @@ class TableModel(ImageModel):
         context = torch.full((batch, proposal.size, total + 1), self.base - 1)
         slot = torch.where(seen & (position >= 0)[:, None], position[:, None], total)
         context.scatter_(2, slot, token[:, None].expand_as(slot))
-        outputs = []
-        for branch in range(state.branches):
-            logits = self.tables[branch][0].new_zeros(batch, proposal.size, self.layout.vocab)
-            for t in range(1, total):
-                power = self.base ** torch.arange(t - 1, -1, -1)
-                index = (context[..., :t] * power).sum(-1)
-                logits = torch.where(
-                    (proposal.positions == t - 1)[..., None], self.tables[branch][t][index], logits
-                )
-            outputs.append(logits)
+        outputs = [self.logits(b, context, proposal.positions) for b in range(state.branches)]
         return ModelOutput(outputs[0], outputs[1] if state.branches > 1 else None)
+
+    def logits(self, branch: int, context: Tensor, positions: Tensor) -> Tensor:
+        """[B, N, V] after nodes at ``positions`` [B, N] that see ``context`` [B, N, total + 1]: codes by slot, V unseen."""
+        logits = self.tables[branch][0].new_zeros(*positions.shape, self.layout.vocab)
+        for t in range(1, self.layout.total):
+            power = self.base ** torch.arange(t - 1, -1, -1)
+            index = (context[..., :t] * power).sum(-1)
+            logits = torch.where((positions == t - 1)[..., None], self.tables[branch][t][index], logits)
+        return logits
 
     def decode(self, codes: Tensor) -> Tensor:
         return (codes.float() / self.layout.vocab).movedim(1, 1).expand(-1, 3, -1, -1)
@@ -119,3 +119,26 @@ class TableModel(ImageModel):
                         longer[(*prefix, token)] = mass * value
             result = longer
         return result
+
+
+class NeighbourModel(TableModel):
+    """Logits are a base plus one table row per visible neighbour (left, above): additive, as neighbour tables assume."""
+
+    name = "neighbours"
+
+    def __init__(self, vocab: int, height: int, width: int, *, seed: int = 0, std: float = 1.0) -> None:
+        super().__init__(vocab, 1)
+        self.layout = Layout((1, height, width), vocab)
+        g = torch.Generator().manual_seed(seed)
+        self.tables = [[torch.randn(1, vocab, generator=g)] for _ in range(2)]
+        self.effects = torch.randn(2, vocab, vocab, generator=g) * std
+
+    def logits(self, branch: int, context: Tensor, positions: Tensor) -> Tensor:
+        slot = positions + 1
+        total = self.tables[branch][0].expand(*positions.shape, -1).clone()
+        for effect, offset in zip(self.effects, ((0, 0, -1), (0, -1, 0)), strict=True):
+            cell = self.layout.neighbour(*offset)[slot.clamp(max=self.layout.total - 1)]
+            code = context.gather(2, cell.clamp(min=0)[..., None])[..., 0]
+            seen = (cell >= 0) & (code < self.layout.vocab)
+            total += effect[code.clamp(max=self.layout.vocab - 1)] * seen[..., None]
+        return total

@@ -49,14 +49,20 @@ class NeighbourTables:
 
     def __post_init__(self) -> None:
         count, vocab, rank = self.left.shape
-        if self.right.shape != (count, rank, vocab) or self.base.shape != (vocab,) or len(self.offsets) != count:
+        if (
+            self.right.shape != (count, rank, vocab)
+            or self.base.shape != (vocab,)
+            or len(self.offsets) != count
+        ):
             raise ValueError(
                 f"neighbour tables do not fit together: {len(self.offsets)} offsets, factors {list(self.left.shape)} and"
                 f" {list(self.right.shape)}, base {list(self.base.shape)}"
             )
         for offset in self.offsets:
             if len(offset) != 3 or not offset < (0, 0, 0):
-                raise ValueError(f"offset {offset} must be (frame, row, column) of an earlier cell, such as (0, 0, -1)")
+                raise ValueError(
+                    f"offset {offset} must be (frame, row, column) of an earlier cell, such as (0, 0, -1)"
+                )
 
     @property
     def rank(self) -> int:
@@ -68,15 +74,19 @@ class NeighbourTables:
 
     @classmethod
     def from_full(
-        cls, tables: Tensor, base: Tensor, offsets: tuple[Offset, ...], rank: int, fingerprint: str, guidance_scale: float
+        cls,
+        tables: Tensor,
+        base: Tensor,
+        offsets: tuple[Offset, ...],
+        rank: int,
+        fingerprint: str,
+        guidance_scale: float,
     ) -> NeighbourTables:
-        """Best rank-r factors of full tables [O, V, V] (singular value decomposition, scale split evenly)."""
+        """Best rank-r factors of full tables [O, V, V] (see :func:`low_rank`)."""
         if not 1 <= rank <= tables.shape[1]:
             raise ValueError(f"rank must lie in 1..{tables.shape[1]} (the number of codes), got {rank}")
-        u, s, vh = torch.linalg.svd(tables.float(), full_matrices=False)
-        root = s[:, :rank].clamp(min=0).sqrt()
-        left, right = u[..., :rank] * root[:, None], root[..., None] * vh[:, :rank]
-        return cls(offsets, left.contiguous(), right.contiguous(), base.float(), fingerprint, guidance_scale)
+        left, right = low_rank(tables.float(), rank)
+        return cls(offsets, left, right, base.float(), fingerprint, guidance_scale)
 
     @classmethod
     def zeros(cls, model: ImageModel, rank: int = 1) -> NeighbourTables:
@@ -97,7 +107,9 @@ class NeighbourTables:
     def check(self, model: ImageModel) -> None:
         """Raise ``ValueError`` unless the tables were measured on this model."""
         if self.vocab != model.layout.vocab:
-            raise ValueError(f"neighbour tables are for {self.vocab} codes, {model.name} has {model.layout.vocab}")
+            raise ValueError(
+                f"neighbour tables are for {self.vocab} codes, {model.name} has {model.layout.vocab}"
+            )
         if self.fingerprint != model.fingerprint():
             raise ValueError(
                 f"neighbour tables belong to another model (fingerprint {self.fingerprint}, {model.name} has"
@@ -106,7 +118,7 @@ class NeighbourTables:
 
     def neighbours(self, layout: Layout) -> Tensor:
         """int64 [O, total]: slot of each neighbour, -1 where there is none."""
-        return torch.stack([layout.neighbour(*offset) for offset in self.offsets])
+        return neighbour_slots(layout, self.offsets)
 
     def save(self, path: str | Path) -> None:
         """Write float16 safetensors, whole or not at all."""
@@ -134,3 +146,27 @@ class NeighbourTables:
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a file of neighbour tables: {error}") from None
         return cls(offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]))
+
+
+def neighbour_slots(layout: Layout, offsets: tuple[Offset, ...]) -> Tensor:
+    """int64 [O, total]: slot of the neighbour at each offset, -1 where there is none."""
+    return torch.stack([layout.neighbour(*offset) for offset in offsets])
+
+
+def low_rank(tables: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Best rank-r factors [O, V, r] and [O, r, V] of full tables float32 [O, V, V], scale split evenly.
+
+    Singular value decomposition; subspace iteration from a fixed start where that is much cheaper.
+    """
+    vocab = tables.shape[1]
+    if vocab <= 128 or rank > vocab // 4:
+        u, s, vh = torch.linalg.svd(tables, full_matrices=False)
+    else:
+        start = torch.randn(vocab, rank + 8, generator=torch.Generator().manual_seed(0))
+        basis = torch.linalg.qr(tables @ start.to(tables))[0]
+        for _ in range(4):
+            basis = torch.linalg.qr(tables @ torch.linalg.qr(tables.mT @ basis)[0])[0]
+        u, s, vh = torch.linalg.svd(basis.mT @ tables, full_matrices=False)
+        u = basis @ u
+    root = s[:, :rank].clamp(min=0).sqrt()
+    return (u[..., :rank] * root[:, None]).contiguous(), (root[..., None] * vh[:, :rank]).contiguous()
