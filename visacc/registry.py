@@ -24,8 +24,12 @@ _DECODERS = {
     "sjd": "visacc.decoders.jacobi:SJD",
     "mc-sjd": "visacc.decoders.jacobi:MCSJD",
     "nc-sjd": "visacc.decoders.nc_sjd:NCSJD",
+    "sjd-pac": "visacc.decoders.sjd_pac:SJDPAC",
     "gsd": "visacc.decoders.gsd:GSD",
     "zipar": "visacc.decoders.zipar:ZipAR",
+    "eagle": "visacc.decoders.eagle:Eagle",
+    "lantern": "visacc.decoders.eagle_relaxed:LanternDecoder",
+    "lantern++": "visacc.decoders.eagle_relaxed:LanternPlusPlus",
 }
 
 

@@ -1,0 +1,1 @@
+"""Decoders side by side: speed next to quality."""

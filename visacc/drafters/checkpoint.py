@@ -1,0 +1,139 @@
+"""Reading and writing drafters: the released folders and our own (same tensor names, our configuration).
+
+A folder holds ``config.json`` and ``pytorch_model.bin`` or ``model.safetensors`` with flat tensors. LANTERN's
+drafters for LlamaGen, Anole and Lumina-mGPT and EAGLE-1/2 drafters are told apart by their tensors and configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from visacc.drafters.config import DrafterConfig
+from visacc.drafters.network import EagleNetwork
+
+OURS = "visacc_image_drafter"
+_GRIDS = {"t2i": (120, 16), "t2i2": (120, 32), "c2i": (1, 24)}
+"""``input_type`` of a released LlamaGen drafter -> prompt slots and grid side."""
+_EMBEDDING = "embed_tokens.weight"
+
+
+def load_drafter(source: str | Path, *, embedding: Tensor | None = None) -> EagleNetwork:
+    """A drafter from a folder, in evaluation mode, float32.
+
+    Args:
+        embedding: the target's input embedding [V, D]; used only if the file has none of its own.
+
+    Raises:
+        ValueError: no such files, a format that is not known, or tensors that do not fit.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ValueError(f"drafter folder {str(source)!r} does not exist")
+    raw, tensors = _read(folder)
+    if OURS in raw:
+        config = DrafterConfig.from_dict(raw[OURS])
+    else:
+        config = released_config(raw, tensors, folder)
+    if _EMBEDDING not in tensors:
+        if embedding is None:
+            raise ValueError(f"{folder} has no {_EMBEDDING}; pass the target's input embedding")
+        tensors[_EMBEDDING] = embedding
+    tensors = {name: value.float() for name, value in tensors.items() if not name.endswith("inv_freq")}
+    with torch.device("meta"):
+        network = EagleNetwork(config)
+    _check(folder, network, tensors)
+    network.load_state_dict(tensors, strict=True, assign=True)
+    return network.eval().requires_grad_(False)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; copy the drafter's configuration beside its weights")
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
+    binary, safe = folder / "pytorch_model.bin", folder / "model.safetensors"
+    try:
+        if binary.is_file():
+            return raw, dict(torch.load(binary, map_location="cpu", weights_only=True))
+        if safe.is_file():
+            return raw, load_file(safe)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{folder}: the weights cannot be read ({error})") from error
+    raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+
+
+def released_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> DrafterConfig:
+    """Configuration of a released drafter from its ``config.json`` and tensors."""
+    if any(name.startswith("midlayer.") for name in tensors):
+        raise ValueError(f"{folder} is an EAGLE-3 drafter; load it with visacc.speculate")
+    if "fc.weight" not in tensors:
+        raise ValueError(f"{folder} is not an EAGLE-type drafter: it has no fc.weight")
+    heads = raw["num_attention_heads"]
+    values: dict[str, Any] = {
+        "family": "eagle",
+        "hidden_size": raw["hidden_size"],
+        "intermediate_size": raw["intermediate_size"],
+        "num_heads": heads,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "vocab_size": raw["vocab_size"],
+        "num_layers": raw.get("num_hidden_layers", 1),
+        "eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(raw.get("rope_theta") or 10000.0),
+        "fc_bias": "fc.bias" in tensors,
+        "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+    }
+    norm = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm is not None:
+        family = "anole" if norm.shape[0] == heads else "lumina"
+        scale = float(raw.get("embed_upscale", 1.0))
+        return DrafterConfig(
+            **values | {"family": family, "norm_shards": norm.shape[0], "embed_scale": scale}
+        )
+    kind = raw.get("input_type")
+    if kind is None:
+        return DrafterConfig(**values)
+    if kind not in _GRIDS:
+        raise ValueError(f"{folder}: unknown input_type {kind!r}; known: {', '.join(_GRIDS)}")
+    prefix, grid = _GRIDS[kind]
+    # released LlamaGen drafters are multi-head whatever the configuration file they were copied from says
+    tree = "naive_extend_57"
+    return DrafterConfig(
+        **values | {"family": "llamagen", "prefix": prefix, "grid": grid, "kv_heads": heads, "tree": tree}
+    )
+
+
+def _check(folder: Path, network: EagleNetwork, tensors: Mapping[str, Tensor]) -> None:
+    expected = network.state_dict()
+    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
+    for name in sorted(expected.keys() & tensors.keys()):
+        if expected[name].shape != tensors[name].shape:
+            problems.append(f"{name} is {list(tensors[name].shape)}, not {list(expected[name].shape)}")
+    if problems:
+        shown = "; ".join(problems[:6]) + ("; ..." if len(problems) > 6 else "")
+        raise ValueError(
+            f"{folder} does not fit its configuration ({network.config.family} drafter): {shown}"
+        )
+
+
+def save_drafter(network: EagleNetwork, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Write ``config.json`` and ``model.safetensors`` atomically; :func:`load_drafter` reads them back."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in network.state_dict().items()}
+    temporary = folder / "model.safetensors.tmp"
+    save_file(state, temporary, metadata={"format": "pt"})
+    temporary.replace(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({OURS: network.config.to_dict()}, indent=1) + "\n")
