@@ -163,9 +163,7 @@ def _draw_request(rng: np.random.Generator) -> tuple[str, Metadata, list[tuple[s
         named = [first, second] if coloured else [None, None]
         if tag == "position":
             relation = RELATIONS[int(rng.integers(4))]
-        caption, metadata = compose(
-            tag, [a, b], named, relation=relation, opening=opening, variant=variant
-        )
+        caption, metadata = compose(tag, [a, b], named, relation=relation, opening=opening, variant=variant)
     return caption, metadata, kinds, relation, opening
 
 
@@ -255,7 +253,7 @@ def all_prompts(per_task: int = 60) -> list[Metadata]:
 
 def vocabulary() -> list[str]:
     """Every word a caption can contain, sorted, plus a few words that only prompts written by people use."""
-    words = set("a an the of and with next to on . ,".split())
+    words = {"a", "an", "the", "of", "and", "with", "next", "to", "on", ".", ","}
     for opening in OPENINGS:
         words.update(opening.split())
     for phrases in RELATION_PHRASES.values():

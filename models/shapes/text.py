@@ -55,7 +55,9 @@ def build_encoder() -> T5EncoderModel:
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> tuple[Tensor, Tensor]:
     """Word ids and mask int64 [B, MAX_WORDS], padded on the right."""
-    out = tokenizer(captions, padding="max_length", truncation=True, max_length=MAX_WORDS, return_tensors="pt")
+    out = tokenizer(
+        captions, padding="max_length", truncation=True, max_length=MAX_WORDS, return_tensors="pt"
+    )
     return out["input_ids"], out["attention_mask"]
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import T5EncoderModel
 
 from visacc.models.llamagen.gpt import GPT, GPTConfig
-from visacc.models.shapes.data import load_dataset
+from visacc.models.llamagen.text import TextConditioner
+from visacc.models.llamagen.vq import VQModel
+from visacc.models.shapes.captions import Sample
+from visacc.models.shapes.data import load_dataset, to_input
 from visacc.models.shapes.text import (
     D_MODEL,
     MAX_WORDS,
@@ -26,7 +30,8 @@ from visacc.models.shapes.text import (
     build_tokenizer,
     tokenize,
 )
-from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, save_atomic, schedule
+from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, plateau, save_atomic
+from visacc.models.shapes.world import render
 
 GPT_CONFIG = GPTConfig(
     dim=256,
@@ -56,7 +61,7 @@ class GPTTraining:
     muon_lr: float = 0.01
     adam_lr: float = 1.5e-3
     weight_decay: float = 0.01
-    ema: float = 0.998
+    ema: float = 0.995
     save_every: int = 100
     seed: int = 0
 
@@ -158,7 +163,7 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     fast.gpt.cls_embedding.load_state_dict(model.gpt.cls_embedding.state_dict())
     began, losses = time.time(), []
     for step in range(start, settings.steps):
-        factor = schedule(step, settings.steps)
+        factor = plateau(step, settings.steps)
         for opt, rates in zip(opts, base, strict=True):
             for group, rate in zip(opt.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
@@ -200,3 +205,19 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
             )
     model.load_state_dict(average.state)
     return model.eval()
+
+
+@torch.no_grad()
+def scene_losses(model: TextToImage, vq: VQModel, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Mean cross entropy and mean entropy of the unguided law (nats per token) on scenes, through GPT.forward."""
+    conditioner = TextConditioner(model.text, build_tokenizer(), MAX_WORDS)
+    losses, entropies = [], []
+    for start in range(0, len(samples), 50):
+        part = samples[start : start + 50]
+        images = np.stack([np.round(render(item.scene) * 255).astype(np.uint8) for item in part])
+        codes = vq.encode(to_input(images))
+        features, valid = conditioner([item.caption for item in part])
+        law = model.gpt(codes, features, valid).log_softmax(-1)
+        losses.append(-law.gather(-1, codes[..., None]).mean(dim=(1, 2)))
+        entropies.append(-(law.exp() * law).sum(-1).mean(1))
+    return float(torch.cat(losses).mean()), float(torch.cat(entropies).mean())

@@ -66,7 +66,11 @@ def _features(model: VQModel, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _restart_dead_codes(
-    model: VQModel, usage: Tensor, images: Tensor, optimizer: torch.optim.Optimizer, generator: torch.Generator
+    model: VQModel,
+    usage: Tensor,
+    images: Tensor,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
 ) -> int:
     dead = usage == 0
     number = int(dead.sum())

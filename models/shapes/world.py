@@ -81,10 +81,9 @@ def _polygon(shape: str) -> NDArray[np.float64]:
         return np.stack([np.sin(turn) * radius, -np.cos(turn) * radius + 0.12], axis=1)
     if shape == "cross":
         a, b = 1.05, 0.38
-        return np.array(
-            [[-b, -a], [b, -a], [b, -b], [a, -b], [a, b], [b, b], [b, a], [-b, a], [-b, b], [-a, b], [-a, -b]]
-            + [[-b, -b]]
-        )
+        arm = [[-b, -a], [b, -a], [b, -b]]
+        quarter = np.array([[0.0, -1.0], [1.0, 0.0]])  # (x, y) -> (-y, x), a quarter turn
+        return np.concatenate([np.array(arm) @ np.linalg.matrix_power(quarter.T, k) for k in range(4)])
     raise ValueError(f"{shape!r} is not a polygonal shape")
 
 
@@ -104,7 +103,7 @@ def signed_distance(
     if shape not in _POLYGONS:
         raise ValueError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     corners = _POLYGONS[shape] * r
-    points = np.stack([x, y], axis=-1)[..., None, :].astype(np.float64)
+    points = np.stack(np.broadcast_arrays(x, y), axis=-1)[..., None, :].astype(np.float64)
     start, end = corners, np.roll(corners, -1, axis=0)
     edge = end - start
     rel = points - start
@@ -154,7 +153,9 @@ def render_background(background: Background, size: int = SIZE) -> Array:
         v = (np.cos(turn) * y - np.sin(turn) * x) * SIZE * 2 * np.pi / background.period + phase[1]
         wave = np.sin(u) if background.texture == "stripes" else np.sin(u) * np.sin(v) * 1.4
         pattern = 0.85 * np.tanh(2 * wave) + 0.5 * _blur(grain, 1.3 * scale)
-    value = background.level + background.gradient * slope + background.amplitude * np.clip(pattern, -2.2, 2.2)
+    value = (
+        background.level + background.gradient * slope + background.amplitude * np.clip(pattern, -2.2, 2.2)
+    )
     return np.clip(value[..., None] + np.array(background.tint), 0.0, 1.0).astype(np.float32)
 
 
