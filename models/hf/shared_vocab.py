@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ class SharedVocabularyModel(HFImageModel):
         self._range = slice(start, start + len(ids)) if consecutive else None
         self._head_cache: tuple[Any, Tensor] | None = None
         self._tables: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def with_layout(self, layout: Layout) -> SharedVocabularyModel:
+        """The same model drawing another layout."""
+        other = copy.copy(self)
+        other.layout, other._tables = layout, {}
+        return other
 
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         if device not in self._tables:
