@@ -30,6 +30,8 @@ _DECODERS = {
     "eagle": "visacc.decoders.eagle:Eagle",
     "lantern": "visacc.decoders.eagle_relaxed:LanternDecoder",
     "lantern++": "visacc.decoders.eagle_relaxed:LanternPlusPlus",
+    "lpd": "visacc.decoders.lpd:LPD",
+    "nbp": "visacc.decoders.nbp:NBP",
 }
 
 
