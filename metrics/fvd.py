@@ -5,8 +5,9 @@
     for clips in fake: fvd.update(clips, real=False)
     fvd.compute()
 
-Distances are made in float64 by symmetric eigendecomposition (``metrics.frechet``). The originals use scipy's matrix square
-root (StyleGAN-V), SVD square roots on features that they overwrite (VideoGPT), or float32 (NBP's evaluation script).
+Distances are made in float64 by symmetric eigendecomposition (``metrics.frechet``). The originals use scipy's
+matrix square root (StyleGAN-V), SVD square roots on features that they overwrite (VideoGPT), or float32
+(NBP's evaluation script).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ PROTOCOLS = {
 
 
 def crop_resize(video: Tensor, size: int) -> Tensor:
-    """Frames [..., C, H, W]: shorter side to ``size``, longer side rounded up, bilinear (no antialias), centre crop."""
+    """Frames [..., C, H, W]: shorter side to ``size``, longer side rounded up, bilinear (no antialias),
+    centre crop.
+    """
     height, width = video.shape[-2:]
     scale = size / min(height, width)
     if height < width:
@@ -143,10 +146,11 @@ class FVD:
 
 
 class RandomVideoFeatures:
-    """A fixed feature space for tiny worlds: seeded, untrained 3-D convolutions, means and deviations of their channels.
+    """A fixed feature space for tiny worlds: seeded, untrained 3-D convolutions, means and deviations of
+    their channels.
 
-    Random convolutions rank distributions of small videos without any download. The numbers compare models with each other
-    in this space only; they are not FVD in the sense of any paper.
+    Random convolutions rank distributions of small videos without any download. The numbers compare models
+    with each other in this space only; they are not FVD in the sense of any paper.
     """
 
     extractor = "random-conv3d-v1"

@@ -1,4 +1,5 @@
-"""I3D networks whose outputs Fréchet video distances compare. Weights are read from a path or the hub, never bundled.
+"""I3D networks whose outputs Fréchet video distances compare. Weights are read from a path or the hub, never
+bundled.
 
 Two ports are in use, with slightly different numbers; say which one a figure was made with:
 

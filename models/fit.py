@@ -91,14 +91,14 @@ def fit(
             log.write(stage=name, step=step + 1, loss=mean, grad=float(norm), seconds_per_step=seconds)
             began, losses = time.time(), []
         if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
-            state: dict[str, Any] = {
+            saved: dict[str, Any] = {
                 "model": model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "average": average.state,
                 "step": step + 1,
                 "settings": asdict(settings),
             }
-            save_atomic(state, folder / f"{name}.pt")
+            save_atomic(saved, folder / f"{name}.pt")
     model.load_state_dict(average.state)
     return model.eval()
 

@@ -170,7 +170,8 @@ def t5_reader(folder: str | Path, device: torch.device | str = "cpu") -> Callabl
     from transformers import AutoTokenizer, T5EncoderModel
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    encoder = T5EncoderModel.from_pretrained(str(folder), torch_dtype=torch.bfloat16).to(device).eval()
+    encoder: Any = T5EncoderModel.from_pretrained(str(folder), dtype=torch.bfloat16)
+    encoder = encoder.to(device).eval()
 
     @torch.inference_mode()
     def read(texts: list[str]) -> Tensor:

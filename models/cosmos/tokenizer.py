@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.models.cosmos.haar import patch, unpatch
-from visacc.models.nbp.fsq import LEVELS, FSQ
+from visacc.models.nbp.fsq import FSQ, LEVELS
 
 
 @dataclass
@@ -170,9 +170,28 @@ class Up(nn.Module):
 
 
 class Level(nn.Module):
-    def __init__(self, c_in: int, c_out: int, blocks: int) -> None:
+    """Residual blocks of one resolution, then a change of resolution."""
+
+    def __init__(
+        self,
+        c_in: int,
+        c_out: int,
+        blocks: int,
+        *,
+        downsample: Down | None = None,
+        upsample: Up | None = None,
+    ) -> None:
         super().__init__()
         self.block = nn.ModuleList(ResBlock(c_in if i == 0 else c_out, c_out) for i in range(blocks))
+        if downsample is not None:
+            self.downsample = downsample
+        if upsample is not None:
+            self.upsample = upsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in (*self.block, *(m for name, m in self.named_children() if name != "block")):
+            x = child(x)
+        return x
 
 
 class Middle(nn.Module):
@@ -195,10 +214,10 @@ class Encoder(nn.Module):
         self.conv_in = _factorised(3 * config.patch**3, config.channels)
         self.down = nn.ModuleList()
         for i in range(last + 1):
-            level = Level(widths[i], widths[i + 1], config.blocks)
-            if i < last:
-                level.downsample = Down(widths[i + 1], i < config.spatial_steps, i < config.temporal_steps)
-            self.down.append(level)
+            down = (
+                Down(widths[i + 1], i < config.spatial_steps, i < config.temporal_steps) if i < last else None
+            )
+            self.down.append(Level(widths[i], widths[i + 1], config.blocks, downsample=down))
         self.mid = Middle(widths[-1])
         self.norm_out = Norm(widths[-1])
         self.conv_out = _factorised(widths[-1], config.z_channels)
@@ -206,10 +225,7 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(patch(x, self.patch))
         for level in self.down:
-            for block in level.block:
-                x = block(x)
-            if hasattr(level, "downsample"):
-                x = level.downsample(x)
+            x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
 
 
@@ -238,11 +254,8 @@ class Decoder(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.mid(self.conv_in(z))
-        for level in reversed(self.up):
-            for block in level.block:
-                x = block(x)
-            if hasattr(level, "upsample"):
-                x = level.upsample(x)
+        for level in reversed(list(self.up)):
+            x = level(x)
         return unpatch(self.conv_out(F.silu(self.norm_out(x))), self.patch)
 
 

@@ -90,4 +90,4 @@ def lpd_group_sizes(tokens: int, steps: int, *, free_start: bool = False) -> tup
         able = [k for k in range(first, steps) if sizes[k] + unit >= 1]
         best = min(able, key=lambda k: abs(sizes[k] + unit - ideal[k]) - abs(sizes[k] - ideal[k]))
         sizes[best] += unit
-    return tuple([*sizes[:first], *sorted(sizes[first:])])
+    return (*sizes[:first], *sorted(sizes[first:]))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from visacc.models.attention import cached_attention, mask_bias, slot_index
 
-
 #: raw text id that pads condition texts on the right
 PAD = 2
 

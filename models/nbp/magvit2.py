@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visacc.models.nbp.fsq import LEVELS, FSQ
+from visacc.models.nbp.fsq import FSQ, LEVELS
 
 
 @dataclass
