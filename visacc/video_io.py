@@ -131,13 +131,24 @@ def read_clip(path: str | Path) -> Clip:
     elif not path.is_file():
         raise ValueError(f"clip {path} does not exist")
     elif path.suffix.lower() in (".gif", *_IMAGES):
-        with Image.open(path) as image:
-            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+        frames = _pictures(path)
     else:
         frames = _decode(path)
     if len({frame.shape for frame in frames}) != 1:
         raise ValueError(f"the frames of {path} differ in size")
     return np.stack(frames)
+
+
+def _pictures(path: Path) -> list[Clip]:
+    """Frames of a picture file. Writers merge equal frames of a GIF into a longer one, which is undone here."""
+    frames, durations = [], []
+    with Image.open(path) as image:
+        for frame in ImageSequence.Iterator(image):
+            frames.append(np.asarray(frame.convert("RGB")))
+            durations.append(float(frame.info.get("duration", 0)))
+    shortest = min((d for d in durations if d > 0), default=1.0)
+    times = [max(1, round(d / shortest)) for d in durations]
+    return [frame for frame, count in zip(frames, times, strict=True) for _ in range(count)]
 
 
 def _decode(path: Path) -> list[Clip]:

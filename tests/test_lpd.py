@@ -1,0 +1,199 @@
+"""LPD decoder: the cached path equals the training form, any number of steps, given cells, batches, bad input."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visacc.decoders.ar import AR
+from visacc.decoders.lpd import LPD
+from visacc.engine import DecodeResult, decode
+from visacc.models.fit import Fit
+from visacc.models.lpd import LPDConfig, LPDModel, lpd_group_sizes, lpd_order, training_lists
+from visacc.models.lpd.model import LPD as Net
+from visacc.models.lpd.train import train_lpd
+from visacc.sampling import SamplingParams
+
+GRID = 6
+
+
+def build(**options: Any) -> LPDModel:
+    torch.manual_seed(1)
+    shape = {"dim": 32, "depth": 2, "heads": 4, "vocab": 24, "classes": 5, "grid": GRID, **options}
+    net = Net(LPDConfig(**shape))
+    with torch.no_grad():
+        net.head.weight.mul_(3)
+        net.fake_latent.normal_()
+        net.class_emb.weight.mul_(30)
+    reader = (lambda text: torch.tensor([len(text) % 7 + 1, 1, 0, 0])) if options.get("text_len") else None
+    return LPDModel(net, read_caption=reader, class_names=("ant", "bee", "cat", "dog", "eel"))
+
+
+def run(
+    model: LPDModel, decoder: LPD, prompts: list[Any], seeds: list[int], scale: float = 1.0
+) -> DecodeResult:
+    params = SamplingParams(guidance_scale=scale, temperature=1.0)
+    return decode(model, decoder, model.encode(prompts), params, seeds)
+
+
+def recorded(model: LPDModel) -> list[Tensor]:
+    found: list[Tensor] = []
+    for name in ("open", "forward"):
+        call = getattr(model, name)
+
+        def wrapped(*args: Any, call: Any = call, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            output = result[1] if isinstance(result, tuple) else result
+            found.append(output.logits)
+            return result
+
+        setattr(model, name, wrapped)
+    return found
+
+
+@pytest.mark.parametrize("text_len", [0, 4])
+def test_cached_steps_equal_the_training_form(text_len: int) -> None:
+    model = build(text_len=text_len, text_vocab=8 if text_len else 0)
+    found = recorded(model)
+    decoder = LPD(steps=7, repulsion=1)
+    prompts: list[Any] = ["some words", 2] if text_len else [0, 3]
+    result = run(model, decoder, prompts, [5, 6])
+    sizes = lpd_group_sizes(GRID**2, 7)
+    orders = decoder.state["order"]
+    assert orders is not None
+    cond = model.encode(prompts).data
+    with torch.no_grad():
+        whole = model.net(result.sequence, cond["labels"], orders, sizes, cond.get("words"))
+    torch.testing.assert_close(torch.cat(found, dim=1), whole, atol=1e-4, rtol=1e-4)
+    assert result.stats.forwards == 7
+
+
+@pytest.mark.parametrize("steps", [2, 5, 13, GRID**2])
+def test_any_number_of_steps(steps: int) -> None:
+    result = run(build(), LPD(steps=steps), [1, None, 4], [1, 2, 3], scale=3.0)
+    assert result.stats.forwards == steps
+    assert bool((result.stats.step_of > 0).all())
+    assert not result.stats.unfinished
+
+
+def test_image_does_not_depend_on_its_batch() -> None:
+    model = build()
+    together = run(model, LPD(steps=9), [1, 2, 3], [7, 8, 9], scale=4.0)
+    for i in range(3):
+        alone = run(model, LPD(steps=9), [i + 1], [7 + i], scale=4.0)
+        assert torch.equal(alone.sequence[0], together.sequence[i])
+    assert not torch.equal(together.stats.step_of[0], together.stats.step_of[1])  # orders are per image
+
+
+def test_given_cells_are_kept_and_seen() -> None:
+    model = build()
+    known = torch.full((GRID, GRID), -1)
+    known[:3] = torch.arange(3 * GRID).view(3, GRID) % 24
+    found = recorded(model)
+    for steps in (1, 4):
+        found.clear()
+        decoder = LPD(steps=steps, known=known)
+        result = run(model, decoder, [0, 1], [1, 2], scale=1.0)
+        assert torch.equal(result.codes[:, 0, :3], known[:3].expand(2, -1, -1))
+        assert result.stats.forwards == steps
+        assert bool((result.stats.step_of.view(2, GRID, GRID)[:, :3] == 0).all())
+        assert bool((result.stats.step_of.view(2, GRID, GRID)[:, 3:] > 0).all())
+        sizes = (3 * GRID, *lpd_group_sizes(3 * GRID, steps, free_start=True))
+        free = decoder.state["order"]
+        assert free is not None
+        orders = torch.cat([torch.arange(3 * GRID).expand(2, -1), free], dim=1)
+        with torch.no_grad():
+            whole = model.net(result.sequence, torch.tensor([0, 1]), orders, sizes)
+        torch.testing.assert_close(torch.cat(found, dim=1), whole[:, 3 * GRID :], atol=1e-4, rtol=1e-4)
+
+
+def test_guidance_grows_over_the_order() -> None:
+    model = build()
+    weights: list[Tensor] = []
+
+    class Spy(LPD):
+        def guidance(self, run: Any, slots: Tensor) -> Tensor | None:
+            scale = super().guidance(run, slots)
+            assert scale is not None
+            weights.append(scale)
+            return scale
+
+    run(model, Spy(steps=5), [1, 2], [1, 2], scale=3.0)
+    expected = 1 + 2 * torch.arange(GRID**2) / GRID**2
+    torch.testing.assert_close(torch.cat(weights, dim=1), expected.expand(2, -1))
+
+
+def test_group_sizes_for_any_steps() -> None:
+    for tokens in (16, 36, 256, 1024):
+        for steps in {2, 3, tokens // 5, tokens // 2, tokens}:
+            sizes = lpd_group_sizes(tokens, steps)
+            assert len(sizes) == steps
+            assert sum(sizes) == tokens
+            assert sizes[0] == 1
+            assert list(sizes[1:]) == sorted(sizes[1:])
+    assert [len(training_lists(n)) for n in (256, 1024)] == [9, 14]
+    assert lpd_group_sizes(20, 1, free_start=True) == (20,)
+
+
+def test_orders_are_permutations_with_distance() -> None:
+    sizes = lpd_group_sizes(256, 20)
+    order = lpd_order(sizes, 16, repulsion=2, rng=random.Random(3))
+    assert sorted(order) == list(range(256))
+    assert order == lpd_order(sizes, 16, repulsion=2, rng=random.Random(3))
+    rows = lpd_order((1, 3, 11), (3, 5), rng=random.Random(1))
+    assert sorted(rows) == list(range(15))
+
+
+def test_bad_input() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="steps must be"):
+        LPD(steps=0)
+    with pytest.raises(ValueError, match="guidance_schedule"):
+        LPD(guidance_schedule="cosine")
+    with pytest.raises(ValueError, match="number of tokens"):
+        run(model, LPD(steps=37), [1], [1])
+    with pytest.raises(ValueError, match="sum to"):
+        run(model, LPD(group_sizes=(1, 4)), [1], [1])
+    with pytest.raises(ValueError, match="permutation"):
+        run(model, LPD(steps=4, orders=[0] * 36), [1], [1])
+    with pytest.raises(ValueError, match="first group"):
+        lpd_order((4, 32), 6)
+    with pytest.raises(ValueError, match="every cell is known"):
+        run(model, LPD(steps=4, known=torch.zeros(6, 6, dtype=torch.long)), [1], [1])
+    with pytest.raises(ValueError, match="another tokenizer"):
+        run(model, LPD(steps=4, known=torch.full((6, 6), 99)), [1], [1])
+    with pytest.raises(ValueError, match=r"classes 0\.\.4"):
+        model.encode([5])
+    with pytest.raises(ValueError, match="use 'lpd'"):
+        decode(model, AR(), model.encode([1]), SamplingParams(), [1])
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        model.decode(torch.zeros(1, 1, 6, 6, dtype=torch.long))
+
+
+def test_class_names_are_prompts() -> None:
+    model = build()
+    assert model.encode(["cat", 1]).data["labels"].tolist() == [2, 1]
+    with pytest.raises(ValueError, match="class names"):
+        model.encode(["cow"])
+
+
+def test_training_learns(tmp_path: Any) -> None:
+    codes = (torch.arange(GRID**2) % 24).expand(8, -1).contiguous()
+    labels = torch.zeros(8, dtype=torch.long)
+
+    def train(folder: Any, steps: int) -> Net:
+        torch.manual_seed(0)
+        net = Net(LPDConfig(dim=32, depth=1, heads=2, vocab=24, classes=5, grid=GRID, dropout=0.0))
+        settings = Fit(steps=steps, batch=4, warmup=5, save_every=20, log_every=20)
+        return train_lpd(net, codes, labels, None, folder, settings)
+
+    model = LPDModel(train(tmp_path, 40))
+    sizes = lpd_group_sizes(GRID**2, 6)
+    orders = torch.arange(GRID**2).expand(8, -1)
+    with torch.no_grad():
+        logits = model.net(codes, labels, orders, sizes)
+    assert float((logits.argmax(2) == codes).float().mean()) > 0.5
