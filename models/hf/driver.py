@@ -62,6 +62,7 @@ class HFImageModel(ImageModel):
         self.settings: dict[str, Any] = {}
         self._float_copy: tuple[Any, nn.Module] | None = None
         attention.check_implementation(self.attention_implementation)
+        self.feature_size = self.text_config.hidden_size
         self._cache_key = cache_keyword(type(self.text_model).forward)
 
     def _lacks_codebook(self) -> None:
@@ -230,6 +231,7 @@ class HFImageModel(ImageModel):
             limit=prompt,
         )
         own = mask.long().sum(1)
+        state.extra["prompt_ids"] = ids
         state.extra["base"] = own if self.positions == "cumsum" else torch.full_like(own, prompt)
         order = torch.arange(prompt, device=mask.device)
         numbers = (
