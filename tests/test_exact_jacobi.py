@@ -123,6 +123,9 @@ class ScriptedNoise:
     def uniform(self, purpose, slots, iteration):
         return torch.zeros(slots.shape)
 
+    def decisions(self, slots, iteration):
+        return torch.zeros(slots.shape), torch.zeros_like(slots), torch.zeros_like(slots)
+
     def integer(self, purpose, slots, iteration):
         if purpose == init_module.rng.INIT and self.script.init_random:
             tokens = self.script.take(slots.shape[1])

@@ -11,6 +11,7 @@ from tiny import save_tiny, tiny_llamagen
 import visacc
 from visacc import registry
 from visacc.decoders import AR, MCSJD, Decoder
+from visacc.kernels import rng
 from visacc.noise import Noise, sample_seed
 from visacc.pipeline import TextToImagePipeline, image_seeds
 from visacc.window import CANDIDATES, AutoWindow, expected_compression, forward_costs
@@ -223,6 +224,15 @@ def test_image_seeds():
     assert image_seeds([1, 2], None, 2) == [1, 2]
     assert sample_seed(5) != sample_seed(6)
     assert all(-(1 << 63) <= sample_seed(s, i) < 1 << 63 for s in (-3, 0, 1 << 70) for i in range(3))
+
+
+def test_decisions_are_the_streams_they_name():
+    noise = Noise(torch.tensor([1, -7]), 11, 20)
+    slots = torch.tensor([[3, 4, 5], [9, 0, 1]])
+    u, residual, word = noise.decisions(slots, 6)
+    assert torch.equal(u, noise.uniform(rng.ACCEPT, slots, 6))
+    assert torch.equal(residual, noise.integer(rng.RESIDUAL, slots, 6))
+    assert torch.equal(word, noise.integer(rng.DRAW, slots, 6))
 
 
 def test_noise_table_equals_direct_noise(monkeypatch):

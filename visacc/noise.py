@@ -12,6 +12,8 @@ from torch import Tensor
 from visacc.kernels import rng
 
 _TABLE_LIMIT = 1 << 28
+_CHUNK = 1 << 14
+_DECISIONS = (rng.ACCEPT, rng.RESIDUAL, rng.DRAW)
 _MASK = (1 << 64) - 1
 
 
@@ -39,6 +41,7 @@ class Noise:
         self.total = total
         self._table: Tensor | None = None
         self._ready = 0
+        self._purposes = torch.tensor(_DECISIONS, device=seeds.device)[:, None, None]
 
     def select(self, rows: Tensor) -> None:
         self.seeds = self.seeds[rows]
@@ -53,6 +56,14 @@ class Noise:
         """32-bit integers in int64 shaped like ``slots`` [B, N], for draws by integer CDF."""
         return rng.integer(self.seeds[:, None], 0, slots, iteration, purpose)
 
+    def decisions(self, slots: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What one pass over the slots [B, N] needs: acceptance uniforms, residual integers and draw integers.
+
+        The same numbers as :meth:`uniform` and :meth:`integer` of the three purposes, in one call.
+        """
+        first, second, _, _ = rng.philox(self.seeds[:, None], 0, slots, iteration, self._purposes)
+        return rng.to_uniform(second[0]), first[1], first[2]
+
     def prepare(self, bound: int) -> None:
         """Have the Gumbel noise of all slots below ``bound`` ready. Each slot's noise is computed once.
 
@@ -64,6 +75,8 @@ class Noise:
             self._table = torch.empty(len(self.seeds), self.total, self.vocab, device=self.seeds.device)
         bound = min(bound, self.total)
         if bound > self._ready:
+            # small vocabularies: many slots at a time, the calls cost more than the numbers
+            bound = min(max(bound, self._ready + _CHUNK // self.vocab), self.total)
             fresh = torch.arange(self._ready, bound, device=self.seeds.device)
             self._table[:, self._ready : bound] = self._exponential(fresh.expand(len(self.seeds), -1))
             self._ready = bound

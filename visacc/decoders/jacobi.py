@@ -29,7 +29,7 @@ from torch import Tensor
 
 from visacc.decoders.base import Decoder, Verdict, gumbel_draw
 from visacc.decoders.window_init import INITS, WindowInit
-from visacc.kernels import draw, rng
+from visacc.kernels import draw
 from visacc.models.base import Layout, ModelOutput, Proposal
 from visacc.verify import EXACT, ChainRule, verify_chain
 
@@ -135,10 +135,10 @@ class Jacobi(Decoder):
         inside = slots.clamp(max=run.total - 1)
         # the last slot of all is never fed, so its draft is never tested: it is drawn when everything before stands
         n_draft = (run.total - 1 - run.count).clamp(min=0, max=size - 1)
-        fresh = self._fresh_tokens(run, law, inside, n_draft)
+        u, residual, word = run.noise.decisions(inside, run.step) if self._ratio_test else (None, None, None)
+        fresh = self._fresh_tokens(run, law, inside, n_draft, word)
         drafts, onehot, q = self.state["drafts"], self.state["onehot"], self.state["q"]
         assert drafts is not None and onehot is not None
-        tested = inside[:, : size - 1]
         verdict = verify_chain(
             law,
             drafts[:, : size - 1],
@@ -147,8 +147,8 @@ class Jacobi(Decoder):
             rule=self.rule,
             q=None if q is None else q[:, : size - 1],
             onehot=onehot[:, : size - 1],
-            u=run.noise.uniform(rng.ACCEPT, tested, run.step) if self._ratio_test else None,
-            U=run.noise.integer(rng.RESIDUAL, tested, run.step) if self._ratio_test else None,
+            u=None if u is None else u[:, : size - 1],
+            U=None if residual is None else residual[:, : size - 1],
             match=not self._ratio_test,
             unbroken=self._redraws_in_place,
         )
@@ -161,7 +161,9 @@ class Jacobi(Decoder):
         self._refill(run, slots, inside, law, survivors, tokens, keep)
         return Verdict(tokens, slots, keep, accepted=torch.minimum(verdict.n_accepted, keep.sum(1)))
 
-    def _fresh_tokens(self, run: Run, law: Tensor, slots: Tensor, n_draft: Tensor) -> Tensor:
+    def _fresh_tokens(
+        self, run: Run, law: Tensor, slots: Tensor, n_draft: Tensor, word: Tensor | None
+    ) -> Tensor:
         """A draw from each law [B, N, V] -> [B, N]; under ``maximal`` only the slot behind the last draft is used."""
         if self.coupling.startswith("gumbel"):
             bound = run.high + (run.since_check + 1) * self.window
@@ -169,10 +171,10 @@ class Jacobi(Decoder):
         vocab = law.shape[-1]
         if self.coupling == "maximal":
             rows = torch.arange(run.batch, device=run.device)
-            slot = slots.gather(1, n_draft[:, None])
-            token = draw(law[rows, n_draft], run.noise.integer(rng.DRAW, slot, run.step)[:, 0])
+            assert word is not None
+            token = draw(law[rows, n_draft], word[rows, n_draft])
             return token[:, None].expand(slots.shape)
-        word = run.noise.integer(rng.DRAW, slots, run.step)
+        assert word is not None
         return draw(law.reshape(-1, vocab), word.reshape(-1)).view(slots.shape)
 
     def _refill(
