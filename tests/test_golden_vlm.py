@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from visacc.speculate.backbones import block_diagonal
 from visacc.speculate.checkpoints import infer_config, load_drafter, load_tensors
 from visacc.speculate.drafter import Drafter, DraftState, prompt_attention
-from visacc.speculate.rows import kept_visual
+from visacc.speculate.losses import entropy_choice, kl_over_vocab, smooth_l1, soft_ce
+from visacc.speculate.rows import PrefillRows, kept_visual
 from visacc.speculate.trees import Chain, DynamicTree, Grown, StaticTree
 from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
 
@@ -237,8 +238,6 @@ def test_flash_semi_autoregressive_head() -> None:
 
     def run(x: Tensor) -> Tensor:
         view = PromptView.build(torch.zeros(x.shape[:2], dtype=torch.int64), x)
-        from visacc.speculate.rows import PrefillRows
-
         rows = PrefillRows(x, view.seq_pos, view.valid, view.lengths)
         with torch.no_grad():
             return drafter.teach(rows)[0]
@@ -268,3 +267,90 @@ def test_vispec() -> None:
     check_tree(first, out, "r1")
     case.accept(state, first, out["acc_nodes"])
     check_tree(grow(case.drafter, state, policy_of(case)), out, "r2")
+
+
+def shifted_rows(case: Case, embeds: Tensor, hidden: Tensor, visual: Tensor) -> PrefillRows:
+    """Rows from embeddings and visual flags that are shifted left by one already (the trainers' layout)."""
+    first = torch.zeros_like(embeds[:, :1])
+    view = PromptView.build(
+        torch.zeros(embeds.shape[:2], dtype=torch.int64),
+        torch.cat([first, embeds[:, :-1]], dim=1),
+        torch.cat([torch.zeros_like(visual[:, :1]), visual[:, :-1]], dim=1),
+    )
+    with torch.no_grad():
+        return case.drafter.rows.prefill(view, TargetFeatures(hidden), embeds[:, -1])
+
+
+def check_losses(case: Case, predict: Tensor, target: Tensor, mask: Tensor) -> None:
+    out, head = case.outputs, case.inputs["lm_head.weight"]
+    vloss = smooth_l1(predict, target, mask)
+    ploss = soft_ce(predict @ head.T, target @ head.T, mask)
+    assert close(vloss, out["train.vloss"])
+    assert close(ploss, out["train.ploss"])
+    assert close(vloss + 0.1 * ploss, out["train.loss"])
+
+
+@pytest.mark.parametrize("name", ["msd_llava", "msd_qwen2vl"])
+def test_msd_training_losses(name: str) -> None:
+    case = Case(name, "msd")
+    given = {k.removeprefix("train."): v for k, v in case.outputs.items() if k.startswith("train.")}
+    ids, hidden = given["input_ids"], given["hidden_states"]
+    visual = ids == 121
+    if name == "msd_llava":
+        visual = torch.zeros_like(visual)
+        # the collator pads ids on the left for the 575 positions that one placeholder stands for
+        at = int((ids[0] == -200).nonzero()[0]) - 575
+        visual[0, at : at + 576] = True
+    rows = shifted_rows(case, given["inputs_embeds"], hidden, visual)
+    with torch.no_grad():
+        predict, _ = case.drafter.teach(rows)
+    real = given["attention_mask"].bool()
+    assert close(predict[real], given["predict"][real])
+    check_losses(case, predict, given["target"], given["loss_mask"])
+
+
+def test_flash_training_losses() -> None:
+    case = Case("flash", "flash")
+    embeds, hidden = case.inputs["inputs_embeds"], case.inputs["hidden_states"]
+    none = torch.zeros_like(embeds[:, :1])
+    shifted, target = torch.cat([embeds[:, 1:], none], dim=1), torch.cat([hidden[:, 1:], none], dim=1)
+    rows = shifted_rows(case, shifted, hidden, torch.zeros(embeds.shape[:2], dtype=torch.bool))
+    with torch.no_grad():
+        predict, _ = case.drafter.teach(rows)
+    # the last row's embedding is padding and its mask is zero
+    assert close(predict[:, :-1], case.outputs["train.predict"][:, :-1])
+    check_losses(case, predict, target, case.outputs["train.loss_mask"])
+
+
+def test_dream_training_losses() -> None:
+    case = Case("dream", "dream")
+    out, head = case.outputs, case.inputs["lm_head.weight"]
+    embeds, hidden = case.inputs["inputs_embeds"], case.inputs["hidden_states"]
+    view = PromptView.build(torch.zeros(1, embeds.shape[1] - 1, dtype=torch.int64), embeds[:, :-1])
+    with torch.no_grad():
+        rows = case.drafter.rows.prefill(view, TargetFeatures(hidden[:, :-1]), embeds[:, -1])
+        predict, mid = case.drafter.teach(rows)
+    assert mid is not None
+    assert close(predict, out["train.predict"])
+    assert close(mid, out["train.mid_predict"])
+    mask = out["train.loss_mask"]
+    vloss = smooth_l1(predict, hidden, mask, over_rows=True)
+    kl = kl_over_vocab(predict @ head.T, hidden @ head.T, mask)
+    middle = smooth_l1(mid, out["train.mid_target"], mask, over_rows=True)
+    assert close(vloss, out["train.vloss"])
+    assert close(kl, out["train.kl"])
+    assert close(middle, out["train.mid_vloss"])
+    assert close(0.2 * vloss + kl + middle, out["train.loss"])
+
+
+def test_dream_entropy_choice() -> None:
+    """The stored choice was made in bfloat16; ties there may fall differently, so entropies are rounded
+    alike.
+    """
+    out = load_file(GOLDEN / "dream/outputs.safetensors")
+    features, attention = out["entropy.features"], out["entropy.attentions"]
+    layers = range(1, int(0.4 * len(attention)) - 1)
+    weights = attention.to(torch.bfloat16)
+    entropies = [-(weights[i] * (weights[i] + 1e-8).log()).sum(-1).mean(1) for i in layers]
+    chosen = entropy_choice([features[i] for i in layers], entropies, tuple(layers))
+    assert close(chosen, out["entropy.selected"])

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 import vlm_tiny
 from torch import Tensor
 from vlm_tiny import Tiny
@@ -145,13 +146,10 @@ def test_refusals() -> None:
         target.prefill({k: v for k, v in inputs.items() if k != "pixel_values"}, room=8)
     with pytest.raises(ValueError, match="no image placeholder"):
         target.prefill({**inputs, "input_ids": inputs["input_ids"].clamp(max=50)}, room=8)
+    long = torch.full((1, 300), 5)
     with pytest.raises(ValueError, match="context is 256"):
-        long = torch.full((1, 300), 5)
         target.prefill({"input_ids": long}, room=8)
     with pytest.raises(ValueError, match="no layers of a text model"):
         VLMTarget(case.model, taps=(7,))
-    case.model.config.get_text_config()
-    import transformers
-
     with pytest.raises(ValueError, match="'bert' are not supported"):
         family_of(transformers.BertConfig())

@@ -35,7 +35,9 @@ class Tiny:
     inputs: dict[str, Tensor]
 
     def full_logits(self, row: int, ids: Tensor) -> Tensor:
-        """Logits [n, V] behind each of the ``ids`` appended to prompt ``row``, by an uncached full forward."""
+        """Logits [n, V] behind each of the ``ids`` appended to prompt ``row``, by an uncached full
+        forward.
+        """
         start = int((self.inputs["attention_mask"][row] == 0).sum())
         prompt = self.inputs["input_ids"][row : row + 1, start:]
         both = torch.cat([prompt, ids[None]], dim=1)
@@ -176,7 +178,14 @@ def qwen(version: str) -> Tiny:
         "vision_end_token_id": 93,
     }
     if version == "2":
-        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+        vision = {
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        }
         model = tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(vision_config=vision, **common))
     else:
         vision = {
@@ -214,7 +223,9 @@ def idefics3(smol: bool = False) -> Tiny:
     kind = (tf.SmolVLMConfig, tf.SmolVLMForConditionalGeneration)
     if not smol:
         kind = (tf.Idefics3Config, tf.Idefics3ForConditionalGeneration)
-    config = kind[0](vision_config=vision, text_config=text, image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
+    config = kind[0](
+        vision_config=vision, text_config=text, image_token_id=IMAGE, scale_factor=2, pad_token_id=0
+    )
     ids, mask = prompts(4)
     inputs = {
         "input_ids": ids,

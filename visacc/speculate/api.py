@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from visacc.models.vlm.target import VLMTarget
+from visacc.speculate.block_tree import BlockTree
 from visacc.speculate.checkpoints import load_drafter
 from visacc.speculate.config import METHODS
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.loop import TextResult, generate
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
-from visacc.speculate.trees import BlockTree, DynamicTree, TreePolicy, make_policy
+from visacc.speculate.trees import DynamicTree, TreePolicy, make_policy
 
 _INPUTS = (
     "attention_mask",
@@ -49,7 +51,8 @@ class Speculator:
 
     Args:
         model: a transformers vision-language model of a supported family.
-        drafter: a :class:`Drafter`, a folder, ``"ngram"`` (no training needed), or ``None`` (one token a step).
+        drafter: a :class:`Drafter`, a folder, ``"ngram"`` (no training needed), or ``None`` (one token a
+            step).
         method: for folders with official EAGLE, MSD or FLASH files, which cannot be told apart.
         tree: a policy, or options of :func:`make_policy`; default: what the drafter was made for.
         sampled_drafts: see :func:`visacc.speculate.loop.generate`.
@@ -109,7 +112,9 @@ class Speculator:
     ) -> Any:
         """What transformers calls as ``custom_generate`` (``tokenizer`` serves its stop strings)."""
         if model is not self.model:
-            raise ValueError("this speculator was made for another model; make one with speculate(model, ...)")
+            raise ValueError(
+                "this speculator was made for another model; make one with speculate(model, ...)"
+            )
         for processor in logits_processor or ():
             name = type(processor).__name__
             if name not in _PROCESSORS or getattr(processor, "prompt_ignore_length", None):
@@ -150,7 +155,9 @@ class Speculator:
     def __enter__(self) -> Speculator:
         """Inside the block ``model.generate`` is this speculator's; the model itself is untouched."""
         if "generate" in vars(self.model):
-            raise RuntimeError("this model's generate is replaced already (a speculate block inside another?)")
+            raise RuntimeError(
+                "this model's generate is replaced already (a speculate block inside another?)"
+            )
         self.model.generate = self.generate
         return self
 
@@ -170,7 +177,11 @@ def speculate(
 def find_drafter(
     model: Any, drafter: Drafter | NgramDrafter | str | Path | None, method: str | None
 ) -> Drafter | NgramDrafter | None:
-    """Resolve what the caller gave: an object, ``"ngram"``, a folder, or the method of an embedded drafter."""
+    """Resolve what the caller gave.
+
+    An object, ``"ngram"``, a folder, the method of an embedded drafter, or a name that an installed package
+    registered in the entry-point group ``visacc.speculators`` (a function of the model).
+    """
     if drafter is None or isinstance(drafter, (Drafter, NgramDrafter)):
         return drafter
     if drafter == "ngram":
@@ -183,6 +194,9 @@ def find_drafter(
                 " needs no training"
             )
         drafter = folder
+    if isinstance(drafter, str) and not Path(drafter).is_dir():
+        for entry in entry_points(group="visacc.speculators", name=drafter):
+            return entry.load()(model)
     return load_drafter(drafter, method)
 
 
@@ -200,9 +214,13 @@ def bind(drafter: Drafter, target: VLMTarget) -> None:
         ValueError: it was made for another target.
     """
     known, actual = drafter.config.target, target.describe()
-    wrong = [f"{k}: {v!r} (target: {actual[k]!r})" for k, v in known.items() if k in actual and actual[k] != v]
+    wrong = [
+        f"{k}: {v!r} (target: {actual[k]!r})" for k, v in known.items() if k in actual and actual[k] != v
+    ]
     if wrong:
-        raise ValueError(f"this {drafter.config.method} drafter was trained for another target: {', '.join(wrong)}")
+        raise ValueError(
+            f"this {drafter.config.method} drafter was trained for another target: {', '.join(wrong)}"
+        )
     drafter.bind(target.embed, target.logits, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     drafter.to(device=target.device, dtype=target.head.weight.dtype).eval()  # type: ignore[call-overload]
 

@@ -1,4 +1,6 @@
-"""The decode loop of vision-language targets: draft a tree, run it, verify, commit; every row at its own pace."""
+"""The decode loop of vision-language targets: draft a tree, run it, verify, commit; every row at its own
+pace.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from visacc.verify import EXACT, GREEDY, GUMBEL_EXACT, DraftTree, verify
 class AnyDrafter(Protocol):
     """A drafter network or the n-gram model."""
 
-    taps: Any
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
     def prefill(self, view: PromptView, feats: TargetFeatures, root: Tensor, *, room: int) -> Any: ...
 
@@ -59,7 +62,9 @@ class TextStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Committed tokens per target step, the bonus token included (tau); the prompt's token is not counted."""
+        """Committed tokens per target step, the bonus token included (tau); the prompt's token is not
+        counted.
+        """
         return float((self.tokens - 1).sum() / self.steps.sum().clamp(min=1))
 
     @property
@@ -92,7 +97,9 @@ class TextResult:
 
 @dataclass
 class _Rows:
-    """Live rows of the batch. ``ids`` int64 [B, max_new + spare]; ``samples`` their place in the caller's batch."""
+    """Live rows of the batch. ``ids`` int64 [B, max_new + spare]; ``samples`` their place in the caller's
+    batch.
+    """
 
     ids: Tensor
     count: Tensor
@@ -149,12 +156,12 @@ def generate(
     Args:
         drafter, policy: ``None`` decodes one token a step (the yardstick).
         inputs: the processor's output, left-padded.
-        seeds: one per row; used when sampling. With the default coupling a seed gives the same text with every
-            drafter and without one.
+        seeds: one per row; used when sampling. With the default coupling a seed gives the same text with
+            every drafter and without one.
         stop: further stopping rule, asked for every committed token (looks at the host every step).
         on_tokens: called after every step with (rows int64 [R], new ids int64 [R, K] padded with -1).
-        sampled_drafts: static trees: draw drafts from the draft law and verify by the ratio test, instead of taking
-            the likeliest ones. Exact too, but the text then depends on the drafter.
+        sampled_drafts: static trees: draw drafts from the draft law and verify by the ratio test, instead of
+            taking the likeliest ones. Exact too, but the text then depends on the drafter.
         check_every: steps between two looks of the host; default 1 on a CPU, 4 elsewhere.
 
     Raises:
@@ -239,9 +246,7 @@ def _begin(run: _Run, view: PromptView, logits: Tensor, seeds: Sequence[int], sp
     laws.add(root[:, None], zero == 0)
     ends = _is_end(root[:, None], p)[:, 0] | (p.max_new_tokens == 1)
     samples = torch.arange(batch, device=device)
-    rows = _Rows(
-        ids, torch.ones_like(root), ends, root, samples, noise, laws, view.input_ids, view.valid
-    )
+    rows = _Rows(ids, torch.ones_like(root), ends, root, samples, noise, laws, view.input_ids, view.valid)
     if run.stop is not None:
         _ask(run.stop, rows, torch.ones_like(root), root[:, None], torch.zeros_like(root))
     if run.on_tokens is not None:
@@ -274,9 +279,7 @@ def _step(run: _Run, rows: _Rows, state: DecodeState, draft: Any, final: _Final)
     state.limit = min(state.prefix + rows.high + size, state.kv.shape[4])
     run.clock["draft"] += time.perf_counter() - mark
     mark = time.perf_counter()
-    logits, feats = run.target.step(
-        state, Proposal(grown.tokens, grown.depth, grown.live, visible=visible)
-    )
+    logits, feats = run.target.step(state, Proposal(grown.tokens, grown.depth, grown.live, visible=visible))
     index = rows.count[:, None] + grown.depth
     law = rows.laws(logits, grown.tokens, visible, index)
     run.clock["target"] += time.perf_counter() - mark
@@ -290,9 +293,7 @@ def _step(run: _Run, rows: _Rows, state: DecodeState, draft: Any, final: _Final)
         run.on_tokens(rows.samples, kept)
     if run.drafter is not None:
         mark = time.perf_counter()
-        step = AcceptedStep(
-            path, alive, verdict.tokens.clamp(min=0), feats.gather(path), verdict.next_root
-        )
+        step = AcceptedStep(path, alive, verdict.tokens.clamp(min=0), feats.gather(path), verdict.next_root)
         run.drafter.observe(draft, step)
         run.clock["draft"] += time.perf_counter() - mark
 
@@ -326,9 +327,7 @@ def _judge(run: _Run, rows: _Rows, tree: DraftTree, law: Tensor, index: Tensor) 
     return verify(tree, law, EXACT, u=u, U=integers)
 
 
-def _emit(
-    run: _Run, rows: _Rows, path_tokens: Tensor, n: Tensor, next_root: Tensor, final: _Final
-) -> Tensor:
+def _emit(run: _Run, rows: _Rows, path_tokens: Tensor, n: Tensor, next_root: Tensor, final: _Final) -> Tensor:
     """Append the accepted drafts and the new root, cut at the first end token and at the length limit.
 
     Returns the appended tokens [B, A], -1 where there are none.

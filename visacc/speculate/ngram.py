@@ -1,7 +1,8 @@
 """Drafting without a trained network: an n-gram model over the prompt, the text so far and earlier outputs.
 
-The longest suffix (up to ``order`` tokens) that occurred before votes for what follows; shorter suffixes vote with
-less weight. It plugs into the same tree policies as a network: its "feature" of a node is the node's last tokens.
+The longest suffix (up to ``order`` tokens) that occurred before votes for what follows; shorter suffixes
+vote with less weight. It plugs into the same tree policies as a network: its "feature" of a node is the
+node's last tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +43,12 @@ class NgramDrafter:
         memory: how many tokens of earlier outputs are kept.
     """
 
-    taps: tuple[int, ...] = ()
     ahead = 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers it reads: none."""
+        return ()
 
     def __init__(self, vocab_size: int, order: int = 4, memory: int = 8192) -> None:
         if order < 1 or memory < 0:
@@ -58,7 +63,9 @@ class NgramDrafter:
     def remember(self, text: Tensor) -> None:
         """Add a finished output (int64 [n], without padding) to the memory; -1 separates texts."""
         gap = torch.full((1,), -1, dtype=torch.int64, device=text.device)
-        self.past = torch.cat([self.past.to(text.device), text, gap])[-self.memory :] if self.memory else self.past
+        self.past = (
+            torch.cat([self.past.to(text.device), text, gap])[-self.memory :] if self.memory else self.past
+        )
 
     def prefill(self, view: PromptView, feats: TargetFeatures, root: Tensor, *, room: int) -> NgramState:
         known = view.valid & ~view.visual
@@ -107,9 +114,7 @@ class NgramDrafter:
         batch, n, order = suffix.shape
         past = self.past.to(suffix.device).expand(batch, -1)
         corpus = torch.cat([past, torch.full_like(state.text[:, :1], -1), state.text], dim=1)
-        score = torch.full(
-            (batch, n, self.vocab_size), 1e-6, dtype=torch.float32, device=suffix.device
-        )
+        score = torch.full((batch, n, self.vocab_size), 1e-6, dtype=torch.float32, device=suffix.device)
         following = corpus[:, 1:]
         match = torch.ones(batch, n, following.shape[1], dtype=torch.bool, device=suffix.device)
         known = (following >= 0)[:, None]
@@ -131,7 +136,9 @@ class NgramSession:
         self.drafter, self.state = drafter, state
         self.size = 0
 
-    def run(self, tokens: Tensor, feature: Tensor, parents: Tensor, depth: Tensor | int) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tokens: Tensor, feature: Tensor, parents: Tensor, depth: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
         suffix = torch.cat([feature[..., 1:], tokens[..., None]], dim=-1)
         self.size += tokens.shape[1]
         return suffix, self.drafter.votes(self.state, suffix)

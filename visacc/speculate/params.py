@@ -15,7 +15,8 @@ from visacc.kernels import process_logits
 
 @dataclass(frozen=True)
 class TextParams:
-    """Order as in transformers: repetition penalty, minimum length, temperature, top-k, top-p, softmax (float32).
+    """Order as in transformers: repetition penalty, minimum length, temperature, top-k, top-p, softmax
+    (float32).
 
     Attributes:
         max_new_tokens: limit on generated tokens (the end token counts).
@@ -199,7 +200,9 @@ class Laws:
         if p.min_new_tokens and p.eos:
             early = index < p.min_new_tokens
             ends = torch.tensor(p.eos, device=logits.device)
-            barred = torch.zeros(self.vocab, dtype=torch.bool, device=logits.device).index_fill_(0, ends, True)
+            barred = torch.zeros(self.vocab, dtype=torch.bool, device=logits.device).index_fill_(
+                0, ends, True
+            )
             logits = logits.masked_fill(early[..., None] & barred, -torch.inf)
         if p.greedy:
             return logits

@@ -1,0 +1,185 @@
+"""``visacc caption``, and the vision-language parts of ``visacc train`` and ``visacc bench``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Vision-language models.", no_args_is_help=True, add_completion=False)
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    return getattr(torch, name)
+
+
+def _done(out: Path) -> set[tuple[str, str]]:
+    """(image, prompt) pairs that a JSONL file already answers."""
+    if not out.exists():
+        return set()
+    known = set()
+    for number, line in enumerate(out.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{out}, line {number} is not JSON; remove it or write to another file"
+            ) from error
+        if "text" in row:
+            known.add((row["image"], row["prompt"]))
+    return known
+
+
+@app.command("caption")
+def caption(
+    images: Annotated[list[Path], typer.Argument(help="Pictures.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Hub id, folder, or shapes-captioner (embedded).")
+    ] = "shapes-captioner",
+    speculator: Annotated[
+        str, typer.Option("--speculator", "-s", help="Drafter folder, embedded method, ngram, or none.")
+    ] = "ngram",
+    method: Annotated[
+        str | None, typer.Option(help="Method of an official EAGLE, MSD or FLASH folder.")
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Question for every picture.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; resumes if it exists.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Pictures per batch.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Caption pictures with speculative decoding; one JSON object per line."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
+
+    if not prompt:
+        prompt = "describe the image ." if model == EMBEDDED else "Describe the image."
+    known = _done(out) if out is not None else set()
+    left = [str(image) for image in images if (str(image), prompt) not in known]
+    console = Console(stderr=True)
+    if known:
+        console.print(f"{len(images) - len(left)} of {len(images)} pictures are answered in {out} already")
+    pipeline = CaptionPipeline(
+        model,
+        speculator=None if speculator == "none" else speculator,
+        method=method,
+        device=device,
+        dtype=_dtype(dtype),
+    )
+    failed = tokens = steps = 0
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options["repetition_penalty"] = repetition_penalty
+    sink = out.open("a") if out is not None else None
+    try:
+        with Progress(console=console, disable=not progress) as bar:
+            task = bar.add_task("captions", total=len(left))
+            for row in pipeline.iterate(left, prompt, batch_size=batch_size, seed=seed, **options):
+                line = json.dumps(row.to_dict(), ensure_ascii=False)
+                if sink is not None:
+                    sink.write(line + "\n")
+                    sink.flush()
+                else:
+                    print(line, flush=True)
+                failed += row.error is not None
+                tokens, steps = tokens + max(row.tokens - 1, 0), steps + row.steps
+                bar.advance(task)
+    finally:
+        if sink is not None:
+            sink.close()
+    if steps:
+        console.print(f"{tokens / steps:.2f} tokens per target step")
+    if failed:
+        console.print(f"{failed} of {len(left)} pictures failed")
+        raise typer.Exit(1)
+
+
+@app.command("train-drafter")
+def train_drafter_command(
+    method: Annotated[str, typer.Option(help="eagle, msd, dream, flash or vispec.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the vision-language model.")],
+    data: Annotated[Path, typer.Option(help='JSONL with "image", "prompt" and, if wanted, "answer".')],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; resumes if it exists.")],
+    answers: Annotated[str, typer.Option(help="generated (by the target) or dataset.")] = "generated",
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20000,
+    batch_size: Annotated[int, typer.Option(help="Samples per step and process.")] = 2,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer.")] = 256,
+    held_out: Annotated[int, typer.Option(help="Last samples, kept for measuring the accepted length.")] = 8,
+    check_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16 (target).")] = None,
+    distributed: Annotated[bool, typer.Option(help="Under accelerate launch: DDP or FSDP.")] = False,
+) -> None:
+    """Train (or resume) a drafter on features harvested online."""
+    from visacc.speculate.train_run import train_from_files
+
+    train_from_files(
+        method,
+        target,
+        data,
+        out,
+        answers=answers,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        max_new_tokens=max_new_tokens,
+        held_out=held_out,
+        check_every=check_every,
+        device=device,
+        dtype=_dtype(dtype),
+        distributed=distributed,
+    )
+
+
+@app.command("bench")
+def bench_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Hub id, folder or shapes-captioner.")] = (
+        "shapes-captioner"
+    ),
+    methods: Annotated[str, typer.Option(help="Comma-separated drafters.")] = "ngram,eagle,msd,dream,flash",
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures; not for shapes-captioner.")] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p")] = "",
+    count: Annotated[int, typer.Option(help="Pictures.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Pictures per batch.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON report.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+) -> None:
+    """Tokens per step and speed of drafters against plain decoding, model.generate and assisted
+    generation.
+    """
+    from visacc.speculate.bench import bench, print_table
+
+    report = bench(
+        model,
+        [m for m in methods.split(",") if m],
+        [float(t) for t in temperatures.split(",")],
+        images=images,
+        prompt=prompt,
+        count=count,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        device=device,
+    )
+    print_table(report)
+    if out is not None:
+        out.write_text(json.dumps(report, indent=1) + "\n")

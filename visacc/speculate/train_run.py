@@ -1,0 +1,144 @@
+"""Training a drafter from a JSONL file of pictures and prompts: what ``visacc train`` runs for VLM
+targets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from visacc.models.vlm.target import VLMTarget
+from visacc.speculate.drafter import Drafter
+from visacc.speculate.harvest import Answered, OnlineHarvester
+from visacc.speculate.losses import PRESETS, DraftBatch
+from visacc.speculate.params import eos_ids
+from visacc.speculate.pipeline import CaptionPipeline
+from visacc.speculate.train import DrafterTraining, default_config, train_drafter
+
+METHODS = ("eagle", "msd", "dream", "flash", "vispec")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file, images relative to it.
+
+    Raises:
+        ValueError: a line that is not an object with a prompt, or a picture that does not exist.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if not isinstance(row, dict) or "prompt" not in row:
+            raise ValueError(f'{path}, line {number}: expected an object with "prompt" and "image"')
+        if row.get("image"):
+            row["image"] = path.parent / row["image"]
+            if not row["image"].exists():
+                raise ValueError(f"{path}, line {number}: no picture {row['image']}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def train_from_files(
+    method: str,
+    target: str,
+    data: Path,
+    out: Path,
+    *,
+    answers: str,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    max_new_tokens: int,
+    held_out: int,
+    check_every: int,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    distributed: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Drafter:
+    """Load, harvest online, train. ``config`` overrides fields of the drafter's configuration."""
+    if method not in METHODS:
+        raise ValueError(f"training is available for {', '.join(METHODS)}, not for {method!r}")
+    rows = read_rows(data)
+    if len(rows) - held_out < batch_size:
+        raise ValueError(
+            f"{data} has {len(rows)} rows: too few for held_out={held_out} and batch_size={batch_size}"
+        )
+    if answers == "dataset" and any("answer" not in row for row in rows):
+        raise ValueError('answers="dataset" needs an "answer" in every row')
+    pipeline = CaptionPipeline(target, speculator=None, device=device, dtype=dtype)
+    adapter = VLMTarget(pipeline.model)
+    generation = pipeline.model.generation_config
+    pad = eos_ids(generation.pad_token_id) or eos_ids(generation.eos_token_id)
+    harvester = OnlineHarvester(
+        adapter,
+        answers=answers,
+        max_new_tokens=max_new_tokens,
+        eos=eos_ids(generation.eos_token_id),
+        pad=pad[0] if pad else 0,
+        mid=method == "dream",
+    )
+    train_rows = rows[: len(rows) - held_out]
+    batches = _batches(pipeline, harvester, train_rows, batch_size, answers)
+    test = rows[len(rows) - held_out :]
+
+    def measure(drafter: Drafter) -> dict[str, Any]:
+        from visacc.speculate.api import Speculator
+
+        tester = CaptionPipeline(pipeline.model, pipeline.processor, speculator=None)
+        tester.speculator = Speculator(pipeline.model, drafter)
+        done = tester(
+            [r.get("image") for r in test], [r["prompt"] for r in test], max_new_tokens=max_new_tokens
+        )
+        count, spent = sum(max(c.tokens - 1, 0) for c in done), sum(c.steps for c in done)
+        return {"tau": count / max(spent, 1)}
+
+    return train_drafter(
+        adapter,
+        default_config(method, adapter, **(config or {})),
+        batches,
+        out,
+        DrafterTraining(steps=steps, lr=lr, check_every=check_every, distributed=distributed),
+        spec=PRESETS[method],
+        evaluate=measure if test else None,
+    )
+
+
+def _batches(
+    pipeline: CaptionPipeline,
+    harvester: OnlineHarvester,
+    rows: list[dict[str, Any]],
+    size: int,
+    answers: str,
+) -> Callable[[int], DraftBatch]:
+    """Batch number -> features; every round over the rows is shuffled anew, the same way on every machine."""
+
+    def batch(number: int) -> DraftBatch:
+        per_round = len(rows) // size
+        turn, place = divmod(number, per_round)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(turn))
+        chosen = [rows[int(i)] for i in order[place * size : (place + 1) * size]]
+        pictures: list[list[Image.Image]] = []
+        for row in chosen:
+            if row.get("image"):
+                with Image.open(row["image"]) as image:
+                    pictures.append([image.convert("RGB")])
+            else:
+                pictures.append([])
+        inputs = pipeline.inputs([row["prompt"] for row in chosen], pictures)
+        if answers == "generated":
+            return harvester(inputs)
+        tokenizer = pipeline.tokenizer
+        ends = list(harvester.params.eos[:1])
+        texts = [tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + ends for row in chosen]
+        return harvester(Answered(inputs, texts))
+
+    return batch
