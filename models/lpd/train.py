@@ -45,9 +45,9 @@ def crop_adm(pixels: np.ndarray, size: int) -> np.ndarray:
 
 
 SHAPES_MODEL = LPDConfig(
-    dim=192,
-    depth=5,
-    heads=6,
+    dim=128,
+    depth=4,
+    heads=4,
     vocab=512,
     classes=len(COLOURS) * len(SHAPES),
     grid=16,

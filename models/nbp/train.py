@@ -25,9 +25,9 @@ TOKENIZER = Magvit2Config(
     levels=(8, 5, 5, 5),
 )
 MODEL = NBPConfig(
-    dim=160,
-    layers=5,
-    heads=5,
+    dim=128,
+    layers=4,
+    heads=4,
     grid=(5, 8, 8),
     block=8,
     video_vocab=1000,
