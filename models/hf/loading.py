@@ -89,6 +89,9 @@ def load_hf(
     )
     if config["visacc_settings"]:
         model.generation_config.visacc = config["visacc_settings"]
+        model.generation_config._from_model_config = (
+            False  # else transformers drops the key when it loads it again
+        )
     missing_vq = _check_weights(kind, info, name_or_path)
     if device is not None and device_map is None:
         model = model.to(device)
