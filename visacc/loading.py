@@ -60,10 +60,13 @@ def load_model(
     name = str(name_or_path)
     common: dict[str, Any] = {"device": where, "dtype": number, "image_size": image_size}
     from visacc.models import llamagen
+    from visacc.models.lpd import loading as lpd
     from visacc.models.shapes import EMBEDDED
 
     if name in EMBEDDED:
         return EMBEDDED[name](**common, **options)
+    if name in lpd.NAMES or lpd.is_lpd(Path(name)):
+        return lpd.load(name, **common, **options)
     if name in llamagen.RELEASED or _is_llamagen(Path(name)):
         return llamagen.load(name, **common, **options)
     plugins = model_plugins()
@@ -79,10 +82,12 @@ def load_model(
 def known_models() -> dict[str, str]:
     """Names that :func:`load` knows, with a line about each."""
     from visacc.models.llamagen import RELEASED
+    from visacc.models.lpd.loading import NAMES as LPD_NAMES
     from visacc.models.shapes import EMBEDDED
 
     found = {name: (loader.__doc__ or "").strip().splitlines()[0] for name, loader in EMBEDDED.items()}
     found |= {name: str(entry) for name, entry in RELEASED.items() if entry.kind != "vq"}
+    found |= LPD_NAMES
     return found | dict.fromkeys(model_plugins(), "added by a plug-in")
 
 

@@ -15,10 +15,10 @@ from visacc.registry import unknown
 def known_video_models() -> dict[str, str]:
     """Names that :func:`load_video_model` knows, with a line about each."""
     from visacc.models.cosmos import RELEASED
-    from visacc.models.nbp.embedded import NAMES
+    from visacc.models.nbp.embedded import ASSETS, NAMES
     from visacc.models.nbp.released import HEADS
 
-    found = dict(NAMES)
+    found = {name: text for name, text in NAMES.items() if (ASSETS / f"{name}.safetensors").is_file()}
     found |= dict.fromkeys(HEADS, "NBP checkpoint (give its path and the tokenizer's)")
     return found | dict.fromkeys(
         RELEASED, "Cosmos 1.0 autoregressive (give the folder with model.pt as `file`)"

@@ -1,0 +1,88 @@
+"""LPD models by name or file: the embedded one, and published checkpoints that lie on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visacc.models.assets_io import read_asset
+from visacc.models.llamagen import load_vq as load_shapes_vq
+from visacc.models.lpd.adapter import LPDModel
+from visacc.models.lpd.model import LPD, LPDConfig
+from visacc.models.lpd.released import PRESETS, load_lpd, load_vq
+from visacc.models.shapes import ASSETS as SHAPES_ASSETS
+
+ASSETS = Path(__file__).parent / "assets"
+_FILES = sorted({preset.file for preset in PRESETS.values()})
+#: names that :func:`load` knows, with a line about each
+NAMES = {
+    "shapes-lpd": "embedded class- and caption-conditional LPD model of coloured shapes (decoder lpd)"
+} | {
+    file.removesuffix(".pth").replace(
+        "_", "-"
+    ): f"published LPD model (give `file`, its {file}, and `vq`, vq_ds16_c2i.pt)"
+    for file in _FILES
+}
+
+
+def is_lpd(path: Path) -> bool:
+    """Whether a path names a published LPD checkpoint."""
+    return path.name in _FILES
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    image_size: int | None = None,
+    file: str | Path | None = None,
+    vq: str | Path | None = None,
+) -> LPDModel:
+    """An LPD model.
+
+    Args:
+        image_size: refused unless it is the model's own.
+        file: checkpoint of a published model that is given by name.
+        vq: tokenizer file; without it only codes can be generated.
+    """
+    name = str(name_or_path)
+    if name == "shapes-lpd":
+        if file is not None or vq is not None:
+            raise ValueError("shapes-lpd brings its own weights and tokenizer")
+        model = _load_shapes(device, dtype)
+    else:
+        path = Path(file) if file is not None else Path(name)
+        if name in NAMES and file is None:
+            raise ValueError(
+                f"{name} is not bundled: give its downloaded {name.replace('-', '_')}.pth as `file`"
+            )
+        net = load_lpd(path, dtype=dtype).to(device)
+        tokenizer = None if vq is None else load_vq(vq).to(device)
+        model = LPDModel(net, tokenizer, name=path.stem.replace("_", "-"))
+    pixels = model.layout.grid[2] * (model.vq.config.downsample if model.vq else 16)
+    if image_size not in (None, pixels):
+        raise ValueError(f"{model.name} makes pictures of {pixels} pixels, not {image_size}")
+    return model
+
+
+def _load_shapes(device: torch.device | str, dtype: torch.dtype) -> LPDModel:
+    from visacc.models.lpd.train import CLASS_NAMES, caption_reader
+
+    state, config, _ = read_asset(ASSETS / "shapes-lpd.safetensors")
+    net = LPD(LPDConfig(**config))
+    net.load_state_dict(state)
+    # the pictures' codes are those of the world's text-to-image model
+    vq = load_shapes_vq(SHAPES_ASSETS / "t2i" / "vq.safetensors", device=device)
+    model = LPDModel(
+        net.to(device=device, dtype=dtype),
+        vq,
+        name="shapes-lpd",
+        read_caption=caption_reader(),
+        class_names=CLASS_NAMES,
+    )
+    defaults: dict[str, Any] = {"guidance_scale": 3.0}
+    model.defaults = defaults  # type: ignore[misc]
+    return model
