@@ -2,7 +2,7 @@
 
     python scripts/eval_moving.py --clips 64
 
-Clips of unseen seeds give the texts and the real set. The feature space is `RandomVideoFeatures` (fixed, seeded, untrained), so
+Clips of unseen seeds give the texts and the real set. The feature space is `RandomVideoFeatures` (fixed, untrained), so
 distances compare these models with each other only. "reconstruction" is the tokenizer's own loss: the best any model can do.
 """
 
