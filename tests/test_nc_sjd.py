@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from test_exact_jacobi import ALPHA, LAYOUTS, Script, chi_square, enumerate_law
-from tiny import tiny_llamagen
+from tiny import save_tiny, tiny_llamagen
 from toy import NeighbourModel, TableModel
 
 import visacc.decoders.nc_sjd as nc_module
+from visacc.calibrate import EffectSums, calibrate
+from visacc.cli import main
 from visacc.decoders import AR, MCSJD
 from visacc.decoders.nc_online import Learner, forget, learner_for
 from visacc.decoders.nc_sjd import NCSJD
 from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables, low_rank
 from visacc.engine import decode
+from visacc.loading import load_model
 from visacc.sampling import SamplingParams
 
 
@@ -34,6 +37,9 @@ class SweepScript(Script):
 
     def patch(self, monkeypatch, decoder):
         super().patch(monkeypatch, decoder)
+        monkeypatch.setattr(
+            NCSJD, "_settled", staticmethod(lambda before, tokens: False)
+        )  # every decision is taken
         monkeypatch.setattr(nc_module, "gumbel_draw", self.gumbel)
         monkeypatch.setattr(nc_module, "window_resample", self.resample)
 
@@ -360,26 +366,55 @@ def test_low_rank_factors_of_large_tables():
     assert float((left @ right - tables).norm()) < 1.001 * float((best - tables).norm())
 
 
-def test_calibration_measures_real_effects():
-    """On a model whose law depends strongly on its neighbours the measured tables reduce the staleness."""
-    from visacc.calibrate import calibrate
-
-    model = tiny_llamagen(vocab=16)
-    ticks = []
+@pytest.mark.parametrize("full", [4096, 4])
+def test_calibration_measures_real_effects(full, monkeypatch):
+    """On a model that is additive in its neighbours the measured tables take most of the staleness away, also when the
+    effects are accumulated in few directions only."""
+    monkeypatch.setattr(EffectSums, "FULL", full)
+    model, ticks = NeighbourModel(20, 6, 6, std=1.0), []
     tables, staleness = calibrate(
         model,
-        [1, 2],
+        ["", ""],
         SamplingParams(),
-        contexts=24,
-        rank=16,
-        progress=lambda done, total: ticks.append((done, total)),
+        contexts=40,
+        codes=16,
+        rank=4 if full == 4 else 20,
+        progress=lambda *t: ticks.append(t),
     )
-    assert ticks[-1] == (24, 24)
+    assert ticks[-1] == (40, 40)
     tables.check(model)
-    assert len(staleness.before) == 5
-    assert staleness.before[0] > 0.05
-    assert min(staleness.ratio) < 1
-    again, _ = calibrate(model, [1, 2], SamplingParams(), contexts=24, rank=16)
+    assert staleness.before[0] > 0.2 and staleness.before[3] > 0.2
+    most = 0.85 if full == 4 else 0.75  # these effects have full rank
+    assert staleness.ratio[0] < most and staleness.ratio[3] < most
+    assert staleness.before[1] == pytest.approx(0, abs=1e-3)  # two to the left has no effect in this model
+    again, _ = calibrate(model, ["", ""], SamplingParams(), contexts=40, codes=16, rank=tables.rank)
     assert torch.equal(again.left, tables.left)
-    with pytest.raises(ValueError, match="contexts"):
-        calibrate(model, [1], SamplingParams(), contexts=2)
+
+
+def test_calibration_of_a_network_and_bad_input():
+    model = tiny_llamagen(vocab=16)
+    tables, staleness = calibrate(model, [1, 2], SamplingParams(guidance_scale=2.0), contexts=10, rank=4)
+    assert tables.guidance_scale == 2.0 and tables.rank == 4
+    assert staleness.before[0] > 0.05
+    for options, message in (({"contexts": 2}, "contexts"), ({"rank": 17}, "rank"), ({"codes": 1}, "codes")):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, [1], SamplingParams(), **options)
+    model.provides = frozenset()
+    with pytest.raises(ValueError, match="no token grid"):
+        calibrate(model, [1], SamplingParams())
+
+
+def test_calibrate_command(tmp_path, capsys):
+    folder = save_tiny(tmp_path / "model")
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", str(folder), "1", "2", "--contexts", "8", "--rank", "4", "--codes", "8", "-q"])
+    assert stop.value.code == 0
+    assert "rank 4" in capsys.readouterr().out
+    model = load_model(folder)
+    decoder = NCSJD(8)
+    decoder.check(model)
+    assert decoder._tables is not None and decoder._tables.rank == 4
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", str(folder), "1", "--decoder", "sjd"])
+    assert stop.value.code == 2
+    assert "only nc-sjd" in capsys.readouterr().err

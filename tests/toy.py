@@ -89,7 +89,7 @@ class TableModel(ImageModel):
         context = torch.full((batch, proposal.size, total + 1), self.base - 1)
         slot = torch.where(seen & (position >= 0)[:, None], position[:, None], total)
         context.scatter_(2, slot, token[:, None].expand_as(slot))
-        outputs = [self.logits(b, context, proposal.positions) for b in range(state.branches)]
+        outputs = [proposal.take(self.logits(b, context, proposal.positions)) for b in range(state.branches)]
         return ModelOutput(outputs[0], outputs[1] if state.branches > 1 else None)
 
     def logits(self, branch: int, context: Tensor, positions: Tensor) -> Tensor:

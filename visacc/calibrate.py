@@ -1,7 +1,7 @@
 """Measuring neighbour tables from a model's own samples: no data, no gradients.
 
-For contexts taken from the model's own images, one token is replaced by every other code and the laws of the positions
-that have it as a neighbour are read off; the tables are the mean effect of each code, centred. See
+For contexts taken from the model's own images, one token is replaced by other codes and the laws of the positions that
+have it as a neighbour are read off; the tables are the mean effect of each code, centred. See
 :mod:`visacc.decoders.neighbour_tables`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visacc.decoders.ar import AR
-from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables, Offset
+from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables, Offset, low_rank
 from visacc.engine import decode
 from visacc.models.base import Conditioning, DecodeState, ImageModel, ModelOutput, Proposal
 from visacc.sampling import SamplingParams, probs
@@ -44,8 +44,9 @@ def calibrate(
     prompts: Sequence[Any],
     sampling: SamplingParams,
     *,
-    contexts: int = 48,
+    contexts: int = 96,
     rank: int = 32,
+    codes: int = 256,
     seed: int = 0,
     rows: int = 64,
     offsets: tuple[Offset, ...] = IMAGE_OFFSETS,
@@ -53,64 +54,128 @@ def calibrate(
 ) -> tuple[NeighbourTables, Staleness]:
     """Measure tables on ``contexts`` random positions of the model's own images.
 
-    Three quarters of the contexts make the tables, the others measure what they are worth.
+    Four fifths of the contexts make the tables, the others measure what they are worth (and gate each offset).
 
     Args:
         prompts: prompts (or labels) to sample from, used in turn.
         sampling: the settings that will be decoded with (the tables are those of the guided raw logits).
         rank: of the factors.
+        codes: codes tried per context: three quarters the most probable ones, the others random.
         rows: codes tried per forward.
 
     Returns:
         The tables, and the total variation by offset before and after the correction on the held-out contexts.
 
     Raises:
-        ValueError: a model without a grid, too few contexts, or more than 4096 codes (V forwards per context and V x V
-            sums; such models need a sampled form that does not exist yet).
+        ValueError: a model without a grid, too few contexts or codes, a rank beyond the number of codes.
     """
     if "grid" not in model.provides:
         raise ValueError(f"{model.name} has no token grid; neighbour tables need one")
     if contexts < 8:
         raise ValueError(f"contexts must be at least 8, got {contexts}")
     vocab = model.layout.vocab
-    if vocab > 4096:
-        raise ValueError(
-            f"{model.name} has {vocab} codes; calibration tries every code in every context and supports up to 4096"
-        )
-    images = max(1, -(-contexts // 2))
+    if not 1 <= rank <= vocab:
+        raise ValueError(f"rank must lie in 1..{vocab} (the number of codes), got {rank}")
+    if codes < 2:
+        raise ValueError(f"codes must be at least 2, got {codes}")
+    images = max(1, -(-contexts // 3))
     texts = [prompts[i % len(prompts)] for i in range(images)]
-    codes = _sample(model, texts, sampling, seed)
+    sequences = _sample(model, texts, sampling, seed)
     picks = _positions(model, contexts, seed)
-    train = max(1, round(0.75 * contexts))
-    full = torch.zeros(len(offsets), vocab, vocab, dtype=torch.float64)
-    weights = torch.zeros(len(offsets), vocab, dtype=torch.float64)
-    logits_sum, logits_count = torch.zeros(vocab, dtype=torch.float64), 0
-    held: list[tuple[int, Tensor, Tensor]] = []
+    held_from = round(0.8 * contexts)
+    sums = EffectSums(len(offsets), vocab, rank, warm_up=max(4, contexts // 5))
+    generator = torch.Generator().manual_seed(seed)
+    held: list[tuple[int, Tensor, Tensor, Tensor]] = []
     for i, slot in enumerate(picks):
         image = i % images
         cond = model.encode([texts[image]])
-        law, found = _effects(model, cond, codes[image], slot, sampling, offsets, rows)
-        # codes that are out of place here say little about where they are in place
-        weight = (law.double() + 0.2 / vocab)[:, None]
-        for o, z in found.items():
-            z = z.log_softmax(1).double()
-            if i < train:
-                full[o] += weight * (z - (law.double()[:, None] * z).sum(0))
-                weights[o] += weight[:, 0]
-                logits_sum += z[int(codes[image, slot])]
-                logits_count += 1
-            else:
-                held.append((o, z.float(), law))
+        found = _effects(
+            model, cond, sequences[image], slot, sampling, offsets, min(codes, vocab), rows, generator
+        )
+        if i < held_from:
+            sums.add(found, int(sequences[image, slot]))
+        else:
+            held += _pairs(found, generator)
         if progress:
             progress(i + 1, len(picks))
-    full /= weights.clamp(min=1e-9)[..., None]
-    full -= full.mean(2, keepdim=True)
-    base = logits_sum / max(logits_count, 1)
-    tables = NeighbourTables.from_full(
-        full.float(), base.float(), offsets, rank, model.fingerprint(), sampling.guidance_scale
-    )
-    tables.base -= _explained(model, codes, tables)
+    left, right = sums.factors(rank)
+    tables = NeighbourTables(offsets, left, right, sums.base(), model.fingerprint(), sampling.guidance_scale)
+    tables.left *= _gate(tables, held)[:, None, None]
+    tables.base -= _explained(model, sequences, tables)
     return tables, _staleness(tables, held, sampling)
+
+
+@dataclass
+class Effects:
+    """What putting other codes at one position does: ``ids`` int64 [M] the codes tried, ``law`` float32 [M] their
+    probability there, ``logits`` float32 [M, V] per offset the log-probabilities of the position at that offset."""
+
+    ids: Tensor
+    law: Tensor
+    logits: dict[int, Tensor]
+
+
+class EffectSums:
+    """Weighted means of the centred effects, V x V per offset, or V x few where V is large.
+
+    A code's effect counts by its probability in the context: what a code does where it is out of place says little about
+    what it does where it belongs. Beyond ``FULL`` codes the first contexts only find the directions that effects take
+    (one step of subspace iteration), the others are accumulated in these directions.
+    """
+
+    FULL = 4096
+
+    def __init__(self, offsets: int, vocab: int, rank: int, warm_up: int) -> None:
+        self.vocab, self.warm_up = vocab, warm_up
+        width = vocab if vocab <= self.FULL else min(vocab, 4 * rank)
+        self.total = torch.zeros(offsets, vocab, width)
+        self.weight = torch.zeros(offsets, vocab)
+        self.logits, self.count = torch.zeros(vocab, dtype=torch.float64), 0
+        self.basis: Tensor | None = None
+        self._search: Tensor | None = None
+        if width < vocab:
+            start = torch.randn(vocab, width, generator=torch.Generator().manual_seed(0))
+            self.basis = torch.linalg.qr(start)[0].expand(offsets, -1, -1)
+            self._search = torch.zeros(offsets, vocab, width)
+
+    def add(self, found: Effects, token: int) -> None:
+        """One context; ``token`` is the code that was really there."""
+        weight = found.law + 0.2 / self.vocab
+        for o, z in found.logits.items():
+            effect = weight[:, None] * (z - (found.law[:, None] * z).sum(0) / found.law.sum())
+            self.logits += z[(found.ids == token).nonzero()[0, 0]].double()
+            self.count += 1
+            if self._search is not None and self.basis is not None:
+                self._search[o] += effect.T @ (effect @ self.basis[o])
+                continue
+            if self.basis is not None:
+                effect = effect @ self.basis[o]
+            self.total[o].index_add_(0, found.ids, effect)
+            self.weight[o].index_add_(0, found.ids, weight)
+        if self._search is not None:
+            self.warm_up -= 1
+            if self.warm_up == 0:
+                self.basis, self._search = torch.linalg.qr(self._search)[0], None
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Low-rank factors of the means. Rows that were hardly ever probable are drawn towards zero."""
+        prior = PRIOR * self.weight.sum(1, keepdim=True) / (self.weight > 0).sum(1, keepdim=True).clamp(min=1)
+        mean = self.total / (self.weight + prior).clamp(min=1e-9)[..., None]
+        if self.basis is None:
+            return low_rank(mean - mean.mean(2, keepdim=True), rank)
+        u, s, vh = torch.linalg.svd(mean, full_matrices=False)
+        root = s[:, :rank].sqrt()
+        right = root[..., None] * vh[:, :rank] @ self.basis.mT
+        right = right - right.mean(2, keepdim=True)
+        return (u[..., :rank] * root[:, None]).contiguous(), right.contiguous()
+
+    def base(self) -> Tensor:
+        """Mean log-probabilities [V]."""
+        return (self.logits / max(self.count, 1)).float()
+
+
+PRIOR = 0.02
+"""Pseudo-weight of a zero effect, as a part of the mean weight of a code."""
 
 
 @torch.no_grad()
@@ -139,14 +204,16 @@ def _effects(
     slot: int,
     sampling: SamplingParams,
     offsets: tuple[Offset, ...],
+    codes: int,
     rows: int,
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """The law [V] of ``slot``, and for every code put there the guided raw logits [V, V] of the positions that have
-    ``slot`` at each offset (the tokens between are the image's own)."""
+    generator: torch.Generator,
+) -> Effects:
+    """Put ``codes`` codes at ``slot`` and read the positions that have it as a neighbour (the tokens between are the
+    image's own)."""
     neighbours = [model.layout.neighbour(*o) for o in offsets]
     target = {o: int(t[0]) for o, n in enumerate(neighbours) if len(t := (n == slot).nonzero()[:, 0])}
     span = max(target.values()) - slot
-    vocab, device = model.layout.vocab, model.device
+    device = model.device
     state, output = model.prefill(cond, guidance=sampling.guided, window=max(slot, span))
     if slot:
         output = _run(model, state, sequence[None, :slot], 0)
@@ -154,22 +221,40 @@ def _effects(
     place = torch.tensor([[slot]], device=device)
     last = ModelOutput(output.logits[:, -1:], None if output.uncond is None else output.uncond[:, -1:])
     law = probs(last, place, model.layout, sampling)[0, 0].cpu()
-    results: dict[int, list[Tensor]] = {o: [] for o in target}
-    state.select(torch.zeros(min(rows, vocab), dtype=torch.int64, device=device))
-    for start in range(0, vocab, rows):
-        tried = torch.arange(start, start + state.batch, device=device).clamp(max=vocab - 1)
+    ids = _tried(law, int(sequence[slot]), codes, generator)
+    wanted = torch.tensor([at - slot - 1 for at in target.values()], device=device)
+    parts: list[Tensor] = []
+    state.select(torch.zeros(min(rows, len(ids)), dtype=torch.int64, device=device))
+    for start in range(0, len(ids), rows):
+        # the last forward repeats a code where the codes do not fill it
+        tried = ids[torch.arange(start, start + state.batch).clamp(max=len(ids) - 1)].to(device)
         tokens = sequence[slot : slot + span].expand(state.batch, -1).clone()
         tokens[:, 0] = tried
-        z = _guided(_run(model, state, tokens, slot), sampling)
-        for o, at in target.items():
-            results[o].append(z[: vocab - start, at - slot - 1].cpu())
-    return law, {o: torch.cat(parts) for o, parts in results.items()}
+        z = _guided(_run(model, state, tokens, slot, wanted), sampling)
+        if z.shape[1] > len(wanted):  # an adapter may return the logits of all nodes
+            z = z[:, wanted]
+        parts.append(z[: len(ids) - start].log_softmax(2).clamp(min=-30).cpu())
+    logits = torch.cat(parts)
+    return Effects(ids, law[ids], {o: logits[:, i] for i, o in enumerate(target)})
 
 
-def _run(model: ImageModel, state: DecodeState, tokens: Tensor, start: int) -> ModelOutput:
+def _tried(law: Tensor, token: int, codes: int, generator: torch.Generator) -> Tensor:
+    """int64 [codes]: the code really there, the most probable ones, and some others."""
+    score = law + 1e-6 * torch.rand(law.shape, generator=generator) / law.numel()
+    score[token] = 2.0
+    order = score.argsort(descending=True)
+    likely = codes - codes // 4
+    others = order[likely:][torch.randperm(len(order) - likely, generator=generator)]
+    return torch.cat([order[:likely], others])[:codes]
+
+
+def _run(
+    model: ImageModel, state: DecodeState, tokens: Tensor, start: int, outputs: Tensor | None = None
+) -> ModelOutput:
     position = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     state.limit = min(state.prefix + start + tokens.shape[1], state.kv.shape[4])
-    return model.forward(state, Proposal(tokens, position, torch.ones_like(tokens, dtype=torch.bool)))
+    live = torch.ones_like(tokens, dtype=torch.bool)
+    return model.forward(state, Proposal(tokens, position, live, outputs=outputs))
 
 
 def _guided(output: ModelOutput, sampling: SamplingParams) -> Tensor:
@@ -187,19 +272,37 @@ def _explained(model: ImageModel, codes: Tensor, tables: NeighbourTables) -> Ten
     return total / (codes.shape[0] * model.layout.n_image)
 
 
+def _pairs(
+    found: Effects, generator: torch.Generator, draws: int = 32
+) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """Per offset: the offset, old and new codes [2, draws] from the law, log-probabilities [draws, V] under each."""
+    pick = torch.multinomial(found.law, 2 * draws, replacement=True, generator=generator).view(2, draws)
+    return [(o, found.ids[pick], z[pick[0]], z[pick[1]]) for o, z in found.logits.items()]
+
+
+def _gate(tables: NeighbourTables, held: list[tuple[int, Tensor, Tensor, Tensor]]) -> Tensor:
+    """float32 [O]: factor in 0..1 that fits each offset's table best to the held-out effects."""
+    cross, square = torch.zeros(len(tables.offsets)), torch.full((len(tables.offsets),), 1e-9)
+    for o, ids, old, new in held:
+        weight = (old.exp() + new.exp()) / 2
+        shift = (tables.left[o][ids[1]] - tables.left[o][ids[0]]) @ tables.right[o]
+        error, shift = (m - (weight * m).sum(1, keepdim=True) for m in (new - old, shift))
+        cross[o] += (weight * error * shift).sum()
+        square[o] += (weight * shift * shift).sum()
+    return (cross / square).clamp(0, 1)
+
+
 def _staleness(
-    tables: NeighbourTables, held: list[tuple[int, Tensor, Tensor]], sampling: SamplingParams, draws: int = 64
+    tables: NeighbourTables, held: list[tuple[int, Tensor, Tensor, Tensor]], sampling: SamplingParams
 ) -> Staleness:
     """Total variation by offset when the neighbour's token is redrawn from its own law."""
-    g = torch.Generator().manual_seed(1)
     heat = 1 / sampling.temperature if sampling.temperature > 0 else 1.0
     before: list[list[float]] = [[] for _ in tables.offsets]
     after: list[list[float]] = [[] for _ in tables.offsets]
-    for o, z, law in held:
-        old, new = torch.multinomial(law, 2 * draws, replacement=True, generator=g).view(2, draws)
-        shift = (tables.left[o][new] - tables.left[o][old]) @ tables.right[o]
-        p_old, p_new = (z[old] * heat).softmax(1), (z[new] * heat).softmax(1)
-        p_fix = ((z[old] + shift) * heat).softmax(1)
+    for o, ids, old, new in held:
+        shift = (tables.left[o][ids[1]] - tables.left[o][ids[0]]) @ tables.right[o]
+        p_old, p_new = (old * heat).softmax(1), (new * heat).softmax(1)
+        p_fix = ((old + shift) * heat).softmax(1)
         before[o].append(float((p_old - p_new).abs().sum(1).mean() / 2))
         after[o].append(float((p_fix - p_new).abs().sum(1).mean() / 2))
     mean = [sum(b) / len(b) if b else 0.0 for b in before]

@@ -42,8 +42,12 @@ def _root(
 @app.command("list")
 def list_command(
     what: str = typer.Argument("all", help="all, decoders or models."),
+    matrix: bool = typer.Option(False, "--matrix", help="Which decoder runs on which kind of model."),
 ) -> None:
     """Show the registered decoders (lossless or lossy) and models."""
+    if matrix:
+        _print_matrix()
+        return
     from visacc.loading import known_models
     from visacc.registry import decoder_entries
 
@@ -65,11 +69,25 @@ def list_command(
         console.print(table)
 
 
+def _print_matrix() -> None:
+    from visacc.integrations.matrix import matrix
+
+    marks = matrix()
+    families = list(marks)
+    table = Table("decoder", *families, title="Decoders on models", title_justify="left")
+    for decoder in marks[families[0]]:
+        table.add_row(decoder, *(marks[family][decoder] for family in families))
+    console.print(table)
+    print("exact and lossy: runs; drafter: runs with a drafter trained for the model")
+
+
 def _mount() -> None:
     """Attach the sub-commands. They import their heavy parts when they run, not here."""
+    from visacc.calibrate_cli import calibrate
     from visacc.generate_cli import generate
 
     app.command("generate")(generate)
+    app.command("calibrate")(calibrate)
     for name, module in _SUB_APPS.items():
         app.add_typer(importlib.import_module(module).app, name=name)
 

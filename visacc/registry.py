@@ -27,6 +27,7 @@ _DECODERS = {
     "sjd-pac": "visacc.decoders.sjd_pac:SJDPAC",
     "gsd": "visacc.decoders.gsd:GSD",
     "zipar": "visacc.decoders.zipar:ZipAR",
+    "pjd": "visacc.decoders.pjd:PJD",
     "eagle": "visacc.decoders.eagle:Eagle",
     "lantern": "visacc.decoders.eagle_relaxed:LanternDecoder",
     "lantern++": "visacc.decoders.eagle_relaxed:LanternPlusPlus",

@@ -145,6 +145,11 @@ class NCSJD(Jacobi):
     def _redraws_in_place(self) -> bool:
         return self._tables is None and super()._redraws_in_place  # the sweep redraws
 
+    @staticmethod
+    def _settled(before: Tensor, tokens: Tensor) -> bool:
+        """Whether further passes would change nothing. Only a CPU looks, where looking is free."""
+        return tokens.device.type == "cpu" and torch.equal(before, tokens)
+
     def begin(self, run: Run, law: Tensor) -> Tensor:
         if self._learns:
             self._learner = learner_for(run.model, run.sampling, IMAGE_OFFSETS)
@@ -277,10 +282,13 @@ class _Sweep:
         law = self.start.softmax(2)
         tokens = torch.where(moving, self._redraw(law), fresh)
         for _ in range(passes):
-            current = _write(known, self.place, tokens, self.real)
+            before = tokens
+            current = _write(known, self.place, before, self.real)
             shift = (self._features(current, self.valid) - self.offset) @ weights
             law = (self.start + shift).softmax(2)
             tokens = torch.where(moving, self._redraw(law), fresh)
+            if self.decoder._settled(before, tokens):
+                break
         return tokens, law
 
     def _redraw(self, law: Tensor) -> Tensor:

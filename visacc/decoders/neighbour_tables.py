@@ -9,7 +9,7 @@ wrong table costs speed, never exactness.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -101,8 +101,7 @@ class NeighbourTables:
         )
 
     def to(self, device: torch.device | str) -> NeighbourTables:
-        moved = (t.to(device) for t in (self.left, self.right, self.base))
-        return NeighbourTables(self.offsets, *moved, self.fingerprint, self.guidance_scale)
+        return replace(self, **{n: getattr(self, n).to(device) for n in ("left", "right", "base")})
 
     def check(self, model: ImageModel) -> None:
         """Raise ``ValueError`` unless the tables were measured on this model."""

@@ -1,0 +1,73 @@
+"""``visacc calibrate``: measure a model's neighbour tables for decoder ``nc-sjd``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Model name, folder, file or hub id.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts (or labels) to sample from.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="Text file with one prompt a line.")] = None,
+    decoder: Annotated[str, typer.Option(help="Decoder to calibrate for; only nc-sjd needs it.")] = "nc-sjd",
+    contexts: Annotated[int, typer.Option(help="Positions to measure.")] = 96,
+    codes: Annotated[int, typer.Option(help="Codes tried at each position.")] = 256,
+    rank: Annotated[int, typer.Option(help="Rank of the tables.")] = 32,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; default: beside the model's weights.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled images and positions.")] = 0,
+    guidance_scale: Annotated[float | None, typer.Option(help="Guidance that will be decoded with.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable codes; 0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Pixels, for models of several sizes.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Measure how a model's laws shift with their neighbours, for decoder nc-sjd."""
+    from visacc import calibrate as measuring
+    from visacc.cli import console
+    from visacc.decoders.neighbour_tables import TABLE_FILE
+    from visacc.generate_cli import _read_prompts
+    from visacc.loading import load_model
+    from visacc.sampling import SamplingParams
+
+    if decoder != "nc-sjd":
+        raise ValueError(f"decoder {decoder!r} needs no calibration; only nc-sjd does")
+    texts = _read_prompts(prompts or [], prompts_file)
+    target = load_model(model, device=device, dtype=dtype, image_size=image_size)
+    if out is None:
+        if target.folder is None:
+            raise ValueError(
+                f"{target.name} lies in no folder; say where to write the tables with --out FILE"
+            )
+        out = target.folder / TABLE_FILE
+    chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = SamplingParams.merge(target.defaults, chosen)
+    with Progress(disable=quiet, transient=True) as bar:
+        task = bar.add_task("contexts", total=contexts)
+        tables, staleness = measuring.calibrate(
+            target,
+            texts,
+            sampling,
+            contexts=contexts,
+            rank=rank,
+            codes=codes,
+            seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    tables.save(out)
+    table = Table("offset (frame, row, column)", "stale", "corrected", "ratio", title="Total variation")
+    for offset, before, after, ratio in zip(
+        staleness.offsets, staleness.before, staleness.after, staleness.ratio, strict=True
+    ):
+        table.add_row(str(offset), f"{before:.3f}", f"{after:.3f}", f"{ratio:.2f}")
+    console.print(table)
+    print(f"{out}: rank {tables.rank}, guidance {tables.guidance_scale:g}, model {tables.fingerprint}")
