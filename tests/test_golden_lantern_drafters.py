@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -23,6 +24,8 @@ from visacc.models.llamagen import LlamaGen, VQConfig, VQModel
 from visacc.models.llamagen.converted import load_converted
 from visacc.sampling import SamplingParams
 from visacc.speculate.trees import DynamicTree
+from visacc.train.drafter import DrafterTraining, optimizer
+from visacc.train.loss import DraftBatch, LossSpec, draft_loss
 from visacc.verify import DraftTree, TreeShape
 from visacc.verify.policies import leaf_paths
 
@@ -365,7 +368,7 @@ def test_anole_static_candidates(tmp_path):
     wide = parse_tree("mc_sim_7b_63")
     rows = []
 
-    def likeliest(scores, count, depth):
+    def likeliest(scores, count, place):
         rows.append(scores[0].topk(10).indices)
         return scores.topk(count).indices, torch.ones(*scores.shape[:2], count, dtype=torch.bool), None
 
@@ -376,7 +379,7 @@ def test_anole_static_candidates(tmp_path):
     laws, tokens = g["anole.static_sample.q"], g["anole.static_sample.row_tokens"]
     places = []
 
-    def recorded(scores, count, depth):
+    def recorded(scores, count, place):
         first = len(places)
         places.extend(range(scores.shape[1]))
         law = scores[0].softmax(-1)
@@ -415,3 +418,35 @@ def test_released_configurations():
     assert (config.family, config.prefix, config.grid) == ("llamagen", 120, 16)
     with pytest.raises(ValueError, match="input_type"):
         released_config(raw | {"input_type": "v2i"}, {"fc.weight": torch.zeros(1)}, GOLDEN.roots[0])
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+def test_published_training_step(setting):
+    """Loss terms, clipped gradient and one AdamW step on two stored samples, with the published alignment and mask."""
+    g, meta = load_file(GOLDEN / "train/golden.safetensors"), facts("train/meta.json")
+    hidden = torch.stack([g[f"raw.{i}.hidden_state"] for i in range(2)])
+    codes = torch.stack([g[f"raw.{i}.input_ids"] for i in range(2)])
+    ids = torch.nn.functional.pad(codes, (119, 1))
+    mask = torch.stack([g[f"raw.{i}.loss_mask"] for i in range(2)])
+    mask[:, -1] = 0
+    batch = DraftBatch(ids, hidden, mask)
+    assert torch.equal(batch.ids, g["batch.input_ids"])
+    assert torch.equal(batch.mask, g["batch.loss_mask"])
+    torch.testing.assert_close(batch.targets[:, -2:], g["batch.target_last_two"])
+    with torch.enable_grad():
+        net = copy.deepcopy(setting.network).train().requires_grad_(True)
+        settings = DrafterTraining(lr=meta["lr"], betas=tuple(meta["betas"]), clip=meta["grad_clip_value"])
+        optim = optimizer(net, settings)
+        spec = LossSpec(law=meta["p_w"], noise=0.0)
+        loss, parts = draft_loss(net, setting.model.head, batch, spec)
+        loss.backward()
+    assert float(loss) == pytest.approx(meta["loss"]["loss"], rel=1e-5)
+    assert float(parts["feature"]) == pytest.approx(meta["loss"]["vloss"], rel=1e-5)
+    assert float(parts["law"]) == pytest.approx(meta["loss"]["ploss"], rel=1e-5)
+    torch.nn.utils.clip_grad_value_(net.parameters(), settings.clip)
+    torch.testing.assert_close(net.fc.bias.grad, g["grad.fc.bias_clipped"], atol=1e-6, rtol=1e-4)
+    before = net.embed_tokens.weight.clone()
+    optim.step()
+    torch.testing.assert_close(net.fc.weight.detach(), g["after_step.fc.weight"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(net.fc.bias.detach(), g["after_step.fc.bias"], atol=1e-6, rtol=0)
+    assert torch.equal(net.embed_tokens.weight, before)

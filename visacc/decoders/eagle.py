@@ -178,21 +178,26 @@ class Eagle(Decoder):
     def _draw(self, run: Run) -> Any:
         if run.sampling.temperature == 0:
             return _likeliest
-        root, matched = self._drafting.root_slot, self.rule_name == "gumbel-exact"
-        if matched:
+        assert isinstance(self.policy, StaticTree)
+        matched, depth = self.rule_name == "gumbel-exact", self.policy.expanded
+        depths = torch.tensor(depth, device=run.device)
+        slots = (self._drafting.root_slot[:, None] + 1 + depths).clamp(max=run.total - 1)
+        if matched:  # the noise that the target will use: the likeliest winners of its race
             run.noise.prepare(run.high + (run.since_check + 1) * (self.levels + 1))
-        ids = torch.arange(run.layout.vocab, device=run.device)
+            noise = run.noise.exponential(slots)
+        else:  # noise of the node's own, drawn for the whole tree at once
+            ids = torch.arange(run.layout.vocab, device=run.device)
+            node = rng.NODE_STRIDE * torch.arange(len(depth), device=run.device)
+            # slots repeat only in later steps, at a smaller depth: slot and depth name the draw for good
+            where = slots + (depths << 20)
+            noise = rng.exponential(
+                run.noise.seeds[:, None, None], ids, where[..., None], 0, (rng.DRAFT + node)[:, None]
+            )
 
-        def draw(law: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        def draw(law: Tensor, count: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
             batch, nodes, vocab = law.shape
-            slot = root + depth
-            if matched:  # the noise that the target will use: the likeliest winners of its race
-                noise = run.noise.exponential(slot[:, None].clamp(max=run.total - 1)).expand(-1, nodes, -1)
-            else:
-                node = torch.arange(nodes, device=run.device)[:, None] + 64 * depth
-                purpose = rng.DRAFT + rng.NODE_STRIDE * node
-                noise = rng.exponential(run.noise.seeds[:, None, None], ids, slot[:, None, None], 0, purpose)
-            chosen, good = race_topk(law.reshape(-1, vocab), noise.reshape(-1, vocab), count)
+            own = noise[:, place : place + nodes].reshape(-1, vocab)
+            chosen, good = race_topk(law.reshape(-1, vocab), own, count)
             shape = (batch, nodes, count)
             return chosen.view(shape), good.view(shape), None if matched else law
 
@@ -285,7 +290,7 @@ def _policy(tree: Tree) -> StaticTree | DynamicTree:
     return DYNAMIC if tree == "dynamic" else parse_tree(tree)
 
 
-def _likeliest(scores: Tensor, count: int, depth: int) -> tuple[Tensor, Tensor, None]:
+def _likeliest(scores: Tensor, count: int, place: int) -> tuple[Tensor, Tensor, None]:
     top = scores.topk(count, dim=-1)
     return top.indices, top.values > -torch.inf, None
 

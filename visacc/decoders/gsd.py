@@ -47,6 +47,7 @@ class GSD(Jacobi):
 
     name = "gsd"
     summary = "Jacobi window, drafts tested by the mass of similar codes (lossy)"
+    lossless = False
     requires = frozenset({"codebook"})
 
     def __init__(

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.drafters.config import DrafterConfig
-from visacc.speculate.blocks import RMSNorm
 from visacc.speculate.kv import RowCache
 
 _TAIL = 20  # rows of the rotary table behind the grid, zero like those of the prompt
@@ -52,6 +51,18 @@ def turn_halves(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (the statistics are float32 in any precision)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class HeadNorm(nn.Module):

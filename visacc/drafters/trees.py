@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from visacc.verify.policies import PUBLISHED, ordered_paths, published_paths, st
 
 Paths = tuple[tuple[int, ...], ...]
 Draw = Callable[[Tensor, int, int], "tuple[Tensor, Tensor, Tensor | None]"]
-"""``draw(rows [B, f, V], count, depth)`` -> ids int64 [B, f, count], which are real [B, f, count], and the laws
-[B, f, V] they were drawn from (``None``: the likeliest were taken)."""
+"""``draw(rows [B, f, V], count, place)`` for expanded nodes ``place .. place + f - 1`` (in slot order) -> ids int64
+[B, f, count], which of them are real [B, f, count], and the laws [B, f, V] they were drawn from (``None``: the likeliest
+were taken)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,13 @@ class StaticTree:
     def depth(self) -> int:
         return len(self.paths[-1])
 
-    @property
+    @cached_property
+    def expanded(self) -> tuple[int, ...]:
+        """Depth of every node that has children, in slot order, the root first."""
+        shape = self.shape
+        return tuple(shape.depth[slot] for slot in shape.internal)
+
+    @cached_property
     def shape(self) -> TreeShape:
         return static_tree(self.paths)
 
@@ -75,8 +82,10 @@ class StaticTree:
         """
         tokens, live, laws = [root[:, None]], [torch.ones_like(root, dtype=torch.bool)[:, None]], []
         features, scores, alive = feature[:, None], first[:, None], live[0]
+        place = 0
         for depth, level in enumerate(self.levels(root.device), 1):
-            ids, good, law = draw(scores, level.children, depth)
+            ids, good, law = draw(scores, level.children, place)
+            place += scores.shape[1]
             if law is not None:
                 laws.append(law)
             new = ids[:, level.source, level.rank]

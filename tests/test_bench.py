@@ -1,0 +1,160 @@
+"""Decoder comparison: what it measures, its statistics and its files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_llamagen
+
+from visacc.bench.quality import (
+    FEATURES,
+    Scores,
+    detection_rate,
+    distance_test,
+    fixed_features,
+    frechet_distance,
+    wilson,
+)
+from visacc.bench.report import to_markdown, write
+from visacc.bench.run import Entry, bench_decoders, default_entries, parse_entry
+from visacc.sampling import SamplingParams
+
+SAMPLING = SamplingParams(guidance_scale=2.0, top_k=16)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    entries = [
+        Entry("ar"),
+        Entry("mc-sjd", {"window": 6, "coupling": "gumbel-exact"}),
+        Entry("gsd", {"window": 6, "group_size": 6}, "group_size"),
+        Entry("gsd", {"window": 6, "group_size": 20}, "group_size"),
+        Entry("zipar", {"window": 1}, "window"),
+        Entry("eagle"),
+    ]
+    model = tiny_llamagen(grid=4, vocab=24)
+    return bench_decoders(
+        model, [1, 2, 3], entries, sampling=SAMPLING, batch=2, per_prompt=2, permutations=19
+    )
+
+
+def test_rows(bench):
+    assert bench.images == 6
+    plain = bench.row("ar")
+    assert plain.stats.nfe == 16
+    assert plain.ratio == [1.0] * 3
+    twin = bench.rows[1]
+    assert torch.equal(twin.codes, plain.codes)
+    assert twin.lossless
+    zipar = bench.row("zipar (window=1)")
+    assert zipar.stats.nfe == 4 + 3
+    assert not zipar.lossless
+    assert "comes without a drafter" in bench.skipped["eagle"]
+    for row in bench.rows:
+        assert row.features.shape == (6, FEATURES)
+        assert row.distance is not None
+        assert 0 < row.distance.p_value <= 1
+        if row is not plain and sum(row.seconds) > sum(plain.seconds):
+            assert "slower here" in row.note
+    assert plain.note == ""
+
+
+def test_files(bench, tmp_path):
+    paths = write(bench, tmp_path)
+    data = json.loads(paths["json"].read_text())
+    assert [d["label"] for d in data["decoders"]] == [row.entry.label for row in bench.rows]
+    assert data["decoders"][1]["same_codes_as_ar"] == 1.0
+    assert paths["plot"].read_bytes().startswith(b"\x89PNG")
+    text = to_markdown(bench)
+    assert text.count("\n| `") == len(bench.rows)
+    assert "`eagle` did not run: tiny comes without a drafter" in text
+
+
+def test_entries():
+    assert parse_entry("gsd:group_size=50,init=repeat_left").options == {
+        "group_size": 50,
+        "init": "repeat_left",
+    }
+    assert parse_entry("ar") == Entry("ar")
+    assert len({e.label for e in default_entries(16)}) == len(default_entries(16))
+    with pytest.raises(ValueError, match="name:option=value"):
+        parse_entry("gsd:50")
+    model = tiny_llamagen(grid=4)
+    with pytest.raises(ValueError, match="unknown decoder"):
+        bench_decoders(model, [1], [Entry("gds")])
+    with pytest.raises(ValueError, match="listed twice"):
+        bench_decoders(model, [1], [Entry("ar"), Entry("ar")])
+    with pytest.raises(ValueError, match="at least one prompt"):
+        bench_decoders(model, [], [Entry("ar")])
+
+
+# ---- statistics -------------------------------------------------------------------------------------------
+def test_frechet_distance_of_known_gaussians():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 3, generator=g, dtype=torch.float64)
+    y = 2 * torch.randn(4000, 3, generator=g, dtype=torch.float64) + torch.tensor([1.0, 0, 0])
+    assert frechet_distance(x, x) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance(x, y) == pytest.approx(1 + 3, rel=0.1)
+
+
+def test_distance_test_has_its_level_and_states_its_power():
+    g = torch.Generator().manual_seed(1)
+
+    def draw(n):
+        return torch.randn(n, 4, generator=g, dtype=torch.float64)
+
+    p_values = [distance_test(draw(40), draw(40), permutations=39, seed=i).p_value for i in range(60)]
+    assert np.mean(np.array(p_values) <= 0.1) < 0.25
+    x, reference, spoiled = draw(60), draw(60), draw(60) + 3
+    assert distance_test(spoiled, reference, permutations=39).p_value <= 0.05
+    powers = [detection_rate(x, reference, spoiled, f, trials=15, permutations=39) for f in (0.0, 0.3, 0.8)]
+    assert powers[0] < 0.5
+    assert powers[2] > 0.9
+    with pytest.raises(ValueError, match="at least 2"):
+        distance_test(draw(1), draw(5))
+
+
+def test_features_are_fixed_and_see_colour_and_place():
+    picture = torch.zeros(2, 3, 32, 32)
+    picture[0, 0, :16, :16] = 1
+    picture[1, 0, 16:, 16:] = 1
+    a, b = fixed_features(picture)
+    assert torch.equal(fixed_features(picture)[0], a)
+    assert (a - b).abs().max() > 1e-2
+    assert fixed_features(torch.rand(1, 3, 17, 40)).shape == (1, FEATURES)
+
+
+def test_scores():
+    tags = ("colors",) * 10 + ("counting",) * 10
+    plain = Scores(tags, (True,) * 8 + (False,) * 2 + (True,) * 5 + (False,) * 5)
+    worse = Scores(tags, (True,) * 4 + (False,) * 6 + (True,) * 5 + (False,) * 5)
+    assert plain.overall == pytest.approx(0.65)
+    low, high = plain.interval()
+    assert low < 0.65 < high
+    mean, below, above = worse.difference(plain)
+    assert mean == pytest.approx(-0.2)
+    assert below < -0.2 < above
+    assert plain.difference(plain)[0] == 0
+    assert wilson(10, 10)[1] == 1
+    assert wilson(0, 10)[0] == 0
+    assert wilson(5, 10)[0] == pytest.approx(0.2366, abs=1e-3)
+    with pytest.raises(ValueError, match="same prompts"):
+        plain.difference(Scores(tags[:5], plain.right[:5]))
+
+
+def test_pictures_of_the_shapes_world_are_judged():
+    """The judge is exact on pictures that the world drew itself."""
+    from visacc.bench.quality import shapes_scores
+    from visacc.models.shapes.captions import all_prompts, scene_for
+    from visacc.models.shapes.world import render
+
+    prompts = all_prompts(2)
+    pictures = [np.asarray(render(scene_for(p, i))) for i, p in enumerate(prompts)]
+    scores = shapes_scores(prompts, pictures)
+    assert len(scores.tasks()) == 6
+    assert scores.overall > 0.9
+    wrong = shapes_scores(prompts, pictures[::-1])
+    assert wrong.overall < 0.5

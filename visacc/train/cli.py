@@ -1,0 +1,117 @@
+"""``visacc train drafter``: train a drafter for an image model on the model's own samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from visacc.train import parallel
+
+app = typer.Typer(help="Train drafters.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def _root() -> None:
+    pass
+
+
+@app.command("drafter")
+def drafter(
+    model: Annotated[str, typer.Option("--model", "-m", help="Target: name, folder or file.")] = "shapes-t2i",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Text file, one prompt a line. Not needed for class models and shapes-t2i."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.")] = Path("drafter"),
+    held_out: Annotated[
+        int, typer.Option(help="Prompts kept for measuring accepted length (the last ones of the file).")
+    ] = 8,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 2000,
+    batch: Annotated[int, typer.Option(help="Samples per process and accumulation round.")] = 4,
+    accumulate: Annotated[int, typer.Option(help="Rounds per optimiser step.")] = 1,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-4,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    feature_weight: Annotated[float, typer.Option(help="Weight of the feature distance.")] = 1.0,
+    law_weight: Annotated[float, typer.Option(help="Weight of the cross entropy.")] = 0.1,
+    guided_weight: Annotated[
+        float, typer.Option(help="Weight of the cross entropy of the guided law.")
+    ] = 0.0,
+    unroll: Annotated[int, typer.Option(help="Passes; later ones read the drafter's own features.")] = 1,
+    noise: Annotated[float, typer.Option(help="Noise on the input features.")] = 0.2,
+    pool: Annotated[int, typer.Option(help="Samples held at a time.")] = 512,
+    reuse: Annotated[int, typer.Option(help="Times each sample is trained on before it is replaced.")] = 4,
+    train_embedding: Annotated[bool, typer.Option(help="Train the drafter's embedding too.")] = False,
+    tree: Annotated[str, typer.Option(help="Tree the drafter is for.")] = "2x5",
+    padding: Annotated[str, typer.Option(help="What padded prompt slots see: self, half or float.")] = "self",
+    guidance_scale: Annotated[float | None, typer.Option(help="Guidance of the samples.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of the samples.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k of the samples.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Top-p of the samples.")] = None,
+    eval_every: Annotated[int, typer.Option(help="Steps between measurements of accepted length.")] = 250,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
+) -> None:
+    """Train (or resume) a drafter. Under ``accelerate launch`` every process samples for itself."""
+    from visacc.loading import load_model
+    from visacc.sampling import SamplingParams
+    from visacc.train.drafter import DrafterTraining, train_drafter
+    from visacc.train.loss import LossSpec
+
+    settings = DrafterTraining(
+        steps=steps,
+        batch=batch,
+        accumulate=accumulate,
+        lr=lr,
+        loss=LossSpec(feature_weight, law_weight, guided_weight, unroll, noise=noise),
+        pool=pool,
+        reuse=reuse,
+        precision=precision,
+        padding=padding,
+        train_embedding=train_embedding,
+        tree=tree,
+        eval_every=eval_every,
+        eval_prompts=held_out,
+        save_every=save_every,
+        seed=seed,
+    )
+    target = load_model(model, device=device, dtype=dtype)
+    texts, kept = training_prompts(target, prompts, held_out)
+    chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = SamplingParams.merge(target.defaults, chosen)
+    train_drafter(target, texts, kept, out, settings, sampling)
+    print(f"drafter written to {out / 'drafter'}")
+
+
+def training_prompts(model: Any, path: Path | None, held_out: int) -> tuple[list[Any], list[Any]]:
+    """Training and held-out prompts: of a file, all class labels, or the captions of the shapes world."""
+    if held_out < 1:
+        raise ValueError(f"held_out must be at least 1, got {held_out}")
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"prompts file {path} does not exist")
+        lines = list(dict.fromkeys(line.strip() for line in path.read_text().splitlines() if line.strip()))
+        if len(lines) <= held_out:
+            raise ValueError(
+                f"{path} has {len(lines)} different prompts, {held_out} held out leave none to train on"
+            )
+        return lines[:-held_out], lines[-held_out:]
+    gpt = getattr(model, "gpt", None)
+    if gpt is not None and gpt.config.model_type == "c2i":
+        classes = list(range(gpt.config.num_classes))
+        return classes[:-held_out], classes[-held_out:]
+    if model.name == "shapes-t2i":
+        from visacc.models.shapes.captions import heldout_prompts, sample
+
+        kept = [entry["prompt"] for entry in heldout_prompts()]
+        texts = list(dict.fromkeys(sample(i).caption for i in range(8192)))
+        step = max(1, len(kept) // held_out)
+        return [text for text in texts if text not in set(kept)], kept[::step][:held_out]
+    raise ValueError(f"{model.name} needs prompts to train on: pass --prompts FILE")
+
+
+app.command("lpd")(parallel.lpd)
+app.command("nbp")(parallel.nbp)

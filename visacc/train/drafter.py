@@ -1,0 +1,306 @@
+"""Training an EAGLE-type drafter for an image model: ``visacc train drafter``.
+
+The target samples its own training data (:mod:`visacc.train.harvest`), stays frozen, and lends the drafter its head.
+Runs are resumable from ``OUT/state.pt`` and log one JSON line at a time to ``OUT/log.jsonl``; with several processes
+(``accelerate launch``) every process harvests its own samples.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visacc.decoders.eagle import Eagle
+from visacc.drafters.bind import target_card
+from visacc.drafters.checkpoint import save_drafter
+from visacc.drafters.config import DrafterConfig
+from visacc.drafters.network import EagleNetwork
+from visacc.engine import decode
+from visacc.models.base import ImageModel
+from visacc.models.llamagen import LlamaGen
+from visacc.sampling import SamplingParams
+from visacc.train.harvest import Harvest
+from visacc.train.loss import LossSpec, draft_loss
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """Settings of a run; optimiser and loss defaults are the published ones.
+
+    Attributes:
+        steps: optimiser steps; batch: samples per process and accumulation round; accumulate: rounds per step.
+        lr, betas, weight_decay, clip: AdamW, gradient values clipped at ``clip``.
+        warmup: fraction of the steps with rising rate; the rate falls linearly to zero afterwards.
+        loss: see :class:`LossSpec`.
+        pool, reuse: see :class:`Harvest`.
+        precision: "fp32" or "bf16" (autocast of the drafter).
+        padding: what padded prompt slots see in the features, see
+            :func:`visacc.models.llamagen.gpt.padded_prefix_mask`.
+        train_embedding: train the drafter's embedding as well (the published programs freeze it).
+        intermediate_size: width of the MLP, 0 takes the target's.
+        tree: tree that the drafter will be used with by default, and evaluated with.
+        eval_every, eval_prompts: steps between two measurements of accepted length, and how many held-out prompts.
+        save_every: steps between two checkpoints.
+    """
+
+    steps: int = 2000
+    batch: int = 4
+    accumulate: int = 1
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    clip: float = 0.5
+    warmup: float = 0.03
+    loss: LossSpec = field(default_factory=LossSpec)
+    pool: int = 512
+    reuse: int = 4
+    precision: str = "fp32"
+    padding: str = "self"
+    train_embedding: bool = False
+    intermediate_size: int = 0
+    tree: str = "2x5"
+    eval_every: int = 250
+    eval_prompts: int = 8
+    save_every: int = 250
+    log_every: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "eval_every", "eval_prompts", "save_every", "log_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
+        if not (self.lr > 0 and 0 <= self.warmup < 1):
+            raise ValueError(f"lr must be positive and warmup lie in [0, 1), got {self.lr} and {self.warmup}")
+
+
+def new_drafter(model: ImageModel, settings: DrafterTraining) -> EagleNetwork:
+    """A fresh drafter for a LlamaGen-type model; its embedding starts as a copy of the target's.
+
+    Raises:
+        ValueError: the model is of another kind, or gives no features.
+    """
+    if not isinstance(model, LlamaGen):
+        raise ValueError(
+            f"drafters can be trained for LlamaGen-type models; {model.name} is a {type(model).__name__}"
+        )
+    cfg = model.gpt.config
+    facts: dict[str, Any] = {}
+    if cfg.model_type == "t2i":
+        facts["padding"] = settings.padding
+    config = DrafterConfig(
+        family="llamagen",
+        hidden_size=cfg.dim,
+        intermediate_size=settings.intermediate_size or cfg.ffn_dim,
+        num_heads=cfg.n_head,
+        vocab_size=cfg.vocab_size,
+        eps=1e-6,
+        rope_theta=cfg.rope_base,
+        prefix=cfg.prefix_len,
+        grid=cfg.grid,
+        tree=settings.tree,
+        target=target_card(model, cfg.dim, **facts),
+    )
+    torch.manual_seed(settings.seed)
+    network = EagleNetwork(config)
+    for module in network.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=cfg.dim**-0.5)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+    with torch.no_grad():
+        network.embed_tokens.weight.copy_(model.gpt.tok_embeddings.weight)
+        # the first guess for the next feature is the present one
+        network.fc.weight[:, config.hidden_size :].copy_(torch.eye(config.hidden_size))
+        for name, weight in network.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(0.1)
+    return network
+
+
+def optimizer(network: EagleNetwork, settings: DrafterTraining) -> torch.optim.AdamW:
+    network.embed_tokens.weight.requires_grad_(settings.train_embedding)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+
+
+def rate(step: int, settings: DrafterTraining) -> float:
+    """Learning-rate factor of optimiser step ``step``: linear rise, linear fall to zero."""
+    rising = max(1, round(settings.warmup * settings.steps))
+    if step < rising:
+        return (step + 1) / rising
+    return max(0.0, (settings.steps - step) / max(1, settings.steps - rising))
+
+
+@torch.no_grad()
+def accepted_length(
+    model: ImageModel,
+    network: EagleNetwork,
+    prompts: Sequence[Any],
+    sampling: SamplingParams,
+    *,
+    tree: str,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Committed tokens per step of exact decoding with the drafter, and the steps per image."""
+    was_training = network.training
+    network.eval()
+    decoder = Eagle(network, tree)
+    result = decode(model, decoder, model.encode(prompts), sampling, [seed + i for i in range(len(prompts))])
+    network.train(was_training)
+    return {"tau": result.stats.mean_accepted, "steps_per_image": result.stats.nfe}
+
+
+class Log:
+    """JSON lines, appended to a file and handed to ``echo``."""
+
+    def __init__(self, path: Path, echo: Any = print) -> None:
+        self.path, self.echo = path, echo
+
+    def write(self, **record: Any) -> None:
+        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in record.items()})
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        self.echo(line)
+
+
+def train_drafter(
+    model: ImageModel,
+    prompts: Sequence[Any],
+    held_out: Sequence[Any],
+    out: str | Path,
+    settings: DrafterTraining | None = None,
+    sampling: SamplingParams | None = None,
+    *,
+    echo: Any = print,
+) -> EagleNetwork:
+    """Train, or resume, in the folder ``out``; the finished drafter is written to ``out/drafter``.
+
+    Args:
+        held_out: prompts for the accepted length, not trained on.
+        sampling: how the target samples; ``None`` takes the model's own defaults.
+
+    Raises:
+        ValueError: bad settings, no prompts, a held-out prompt among the training prompts, or a folder with a run of
+            other settings.
+        RuntimeError: accelerate is not installed.
+    """
+    settings = settings or DrafterTraining()
+    sampling = sampling or SamplingParams.merge(model.defaults, {})
+    if not prompts or not held_out:
+        raise ValueError("training needs training prompts and held-out prompts")
+    shared = set(map(str, prompts)) & set(map(str, held_out))
+    if shared:
+        raise ValueError(
+            f"{len(shared)} prompts are both trained on and held out, e.g. {sorted(shared)[0]!r}"
+        )
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    accelerator = _accelerator(settings)
+    network = new_drafter(model, settings)
+    optim = optimizer(network, settings)
+    start = _resume(out / "state.pt", network, optim, settings, model)
+    prepared, optim = accelerator.prepare(network, optim)
+    inner: EagleNetwork = accelerator.unwrap_model(prepared)
+    harvest = Harvest(
+        model,
+        prompts,
+        sampling,
+        settings.batch,
+        settings.pool,
+        settings.reuse,
+        settings.seed,
+        settings.padding if isinstance(model, LlamaGen) and model.gpt.config.model_type == "t2i" else "",
+        folder=out,
+    )
+    stream = harvest.batches(
+        start * settings.accumulate, accelerator.process_index, accelerator.num_processes
+    )
+    log = Log(out / "log.jsonl", echo if accelerator.is_main_process else lambda line: None)
+    seen: list[dict[str, Tensor]] = []
+    began = time.perf_counter()
+    for step in range(start, settings.steps):
+        for group in optim.param_groups:
+            group["lr"] = settings.lr * rate(step, settings)
+        torch.manual_seed(
+            settings.seed * 1_000_003 + step * accelerator.num_processes + accelerator.process_index
+        )
+        prepared.train()
+        for _ in range(settings.accumulate):
+            with accelerator.accumulate(prepared), accelerator.autocast():
+                loss, parts = draft_loss(prepared, model.head, next(stream), settings.loss)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_value_(prepared.parameters(), settings.clip)
+                optim.step()
+                optim.zero_grad(set_to_none=True)
+            seen.append({"loss": loss.detach(), **parts})
+        done = step + 1
+        if not accelerator.is_main_process:
+            continue
+        if done % settings.log_every == 0 or done == settings.steps:
+            means = {k: float(torch.stack([s[k] for s in seen]).mean()) for k in seen[0]}
+            log.write(step=done, seconds=time.perf_counter() - began, lr=optim.param_groups[0]["lr"], **means)
+            seen, began = [], time.perf_counter()
+        if done % settings.eval_every == 0 or done == settings.steps:
+            chosen = list(held_out)[: settings.eval_prompts]
+            log.write(step=done, **accepted_length(model, inner, chosen, sampling, tree=settings.tree))
+        if done % settings.save_every == 0 or done == settings.steps:
+            _save(out / "state.pt", inner, optim, done, settings, model)
+    if accelerator.is_main_process:
+        save_drafter(inner, out / "drafter")
+    return inner.eval().requires_grad_(False)
+
+
+def _accelerator(settings: DrafterTraining) -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise RuntimeError("training a drafter needs accelerate: pip install 'visacc[train]'") from error
+    precision = "no" if settings.precision == "fp32" else "bf16"
+    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=settings.accumulate)
+
+
+def _facts(settings: DrafterTraining, model: ImageModel) -> str:
+    """What must not change between a run and its continuation (the number of steps may)."""
+    free = {"steps", "eval_every", "eval_prompts", "save_every", "log_every"}
+    kept = {k: v for k, v in asdict(replace(settings)).items() if k not in free}
+    return json.dumps({"target": model.fingerprint(), **kept}, sort_keys=True)
+
+
+def _save(
+    path: Path, network: EagleNetwork, optim: Any, step: int, settings: DrafterTraining, model: ImageModel
+) -> None:
+    state = {
+        "network": network.state_dict(),
+        "optimizer": optim.state_dict(),
+        "step": step,
+        "facts": _facts(settings, model),
+    }
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def _resume(
+    path: Path, network: EagleNetwork, optim: Any, settings: DrafterTraining, model: ImageModel
+) -> int:
+    if not path.is_file():
+        return 0
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["facts"] != _facts(settings, model):
+        raise ValueError(
+            f"{path} belongs to a run with other settings or another target; choose another folder or remove it"
+        )
+    network.load_state_dict(state["network"])
+    optim.load_state_dict(state["optimizer"])
+    return int(state["step"])
