@@ -31,6 +31,7 @@ class Fit:
     weight_decay: float = 0.01
     clip: float = 1.0
     warmup: int = 100
+    betas: tuple[float, float] = (0.9, 0.98)
     ema: float = 0.997
     save_every: int = 100
     log_every: int = 20
@@ -46,6 +47,8 @@ def fit(
     settings: Fit,
     *,
     matrices: nn.Module | None = None,
+    decays: Callable[[str, Tensor], bool] | None = None,
+    factor: Callable[[int], float] | None = None,
 ) -> nn.Module:
     """Train, or resume, in ``folder``; returns the model with averaged weights in evaluation mode.
 
@@ -56,9 +59,12 @@ def fit(
         count: number of samples.
         name: of the checkpoint ``name.pt`` and the log ``name.jsonl``.
         matrices: sub-module whose 2-D parameters Muon trains.
+        decays: which parameters (name, tensor) get weight decay; all by default.
+        factor: step -> factor of all rates; warm-up and cosine to 2 % by default.
     """
     torch.manual_seed(settings.seed)
-    optimizers = _optimizers(model, matrices, settings)
+    optimizers = _optimizers(model, matrices, settings, decays)
+    device = next(model.parameters()).device.type
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     average, start = Average(model, settings.ema), 0
     checkpoint = load_checkpoint(folder / f"{name}.pt")
@@ -70,14 +76,14 @@ def fit(
     log, losses, began = JsonLog(folder / f"{name}.jsonl"), [], time.time()
     model.train()
     for step in range(start, settings.steps):
-        factor = schedule(step, settings.steps, settings.warmup)
+        scale = factor(step) if factor is not None else schedule(step, settings.steps, settings.warmup)
         for optimizer, base in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, base, strict=True):
-                group["lr"] = rate * factor
+                group["lr"] = rate * scale
             optimizer.zero_grad(set_to_none=True)
         pick = _pick(step, count, settings)
         torch.manual_seed((settings.seed + 1) * 1_000_003 + step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             value = loss(pick)
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -103,15 +109,23 @@ def fit(
     return model.eval()
 
 
-def _optimizers(model: nn.Module, matrices: nn.Module | None, settings: Fit) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    model: nn.Module,
+    matrices: nn.Module | None,
+    settings: Fit,
+    decays: Callable[[str, Tensor], bool] | None,
+) -> list[torch.optim.Optimizer]:
     chosen: list[nn.Parameter] = []
     if matrices is not None and settings.muon_lr > 0:
         chosen = [p for p in matrices.parameters() if p.ndim == 2]
     taken = {id(p) for p in chosen}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    decay, betas = settings.weight_decay, (0.9, 0.98)
+    rest = [(n, p) for n, p in model.named_parameters() if id(p) not in taken]
+    decay, lr = settings.weight_decay, settings.adam_lr
+    groups: list[dict[str, Any]] = [{"params": [p for n, p in rest if decays is None or decays(n, p)]}]
+    if decays is not None:
+        groups.append({"params": [p for n, p in rest if not decays(n, p)], "weight_decay": 0.0})
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=settings.adam_lr, betas=betas, weight_decay=decay)
+        torch.optim.AdamW(groups, lr=lr, betas=settings.betas, weight_decay=decay)
     ]
     if chosen:
         muon = torch.optim.Muon(chosen, lr=settings.muon_lr, weight_decay=decay, adjust_lr_fn="original")

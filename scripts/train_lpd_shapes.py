@@ -9,6 +9,7 @@ The data set (codes.npy, captions.json) is the one that the shapes text-to-image
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -22,6 +23,8 @@ from visacc.models.shapes.data import load_dataset
 from visacc.models.shapes.text import build_tokenizer, tokenize
 from visacc.models.shapes.train_util import load_checkpoint
 
+_Dataset = Annotated[Path, typer.Option(help="Folder with codes.npy and captions.json.")]
+_FirstSeed = Annotated[int, typer.Option(help="Seed of the data set's first picture.")]
 app = typer.Typer(add_completion=False, help=__doc__)
 _STATE: dict[str, Path] = {}
 
@@ -33,7 +36,7 @@ def main(folder: Path = Path("runs/lpd"), threads: int = 2) -> None:
 
 
 @app.command()
-def train(dataset: Path, first_seed: int, steps: int = 3000, batch: int = 32, limit: int = 60000) -> None:
+def train(dataset: _Dataset, first_seed: _FirstSeed, steps: int = 3000, batch: int = 32, limit: int = 60000) -> None:
     """Train on the encoded data set, whose pictures have consecutive seeds from ``first-seed``."""
     codes, captions = load_dataset(dataset)
     codes, captions = codes[:limit], captions[:limit]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from visacc.decoders.ar import AR
 from visacc.decoders.lpd import LPD
 from visacc.engine import DecodeResult, decode
 from visacc.models.fit import Fit
-from visacc.models.lpd import LPDConfig, LPDModel, lpd_group_sizes, lpd_order, training_lists
+from visacc.models.lpd import LPDConfig, LPDModel, load_lpd, lpd_group_sizes, lpd_order, training_lists
 from visacc.models.lpd.model import LPD as Net
 from visacc.models.lpd.train import train_lpd
 from visacc.sampling import SamplingParams
+from visacc.train.cli import app as train_app
 
 GRID = 6
 
@@ -197,3 +200,19 @@ def test_training_learns(tmp_path: Any) -> None:
     with torch.no_grad():
         logits = model.net(codes, labels, orders, sizes)
     assert float((logits.argmax(2) == codes).float().mean()) > 0.5
+
+
+def test_train_command(tmp_path: Any) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "codes.npy", np.tile(np.arange(16, dtype=np.uint16) % 8, (8, 1)))
+    np.save(data / "labels.npy", np.arange(8) % 3)
+    shape = ["--size", "32:1:2", "--grid", "4", "--vocab", "8", "--classes", "3", "--device", "cpu"]
+    command = ["lpd", str(data), "-o", str(tmp_path / "run"), "--epochs", "2", "--batch", "4", *shape]
+    result = CliRunner().invoke(train_app, command)
+    assert result.exit_code == 0, result.output
+    net = load_lpd(tmp_path / "run/lpd.safetensors", heads=2)
+    assert net.config.grid == 4
+    np.save(data / "codes.npy", np.full((8, 16), 9))
+    result = CliRunner().invoke(train_app, command)
+    assert "another tokenizer" in str(result.exception)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from visacc.decoders.ar import AR
 from visacc.decoders.jacobi import MCSJD, SJD
@@ -17,9 +18,10 @@ from visacc.models.base import Conditioning
 from visacc.models.fit import Fit, fit
 from visacc.models.nbp import Magvit2, Magvit2Config, NBPConfig, NBPModel, moving, to_next_block
 from visacc.models.nbp.gpt import NBP as Net
-from visacc.models.nbp.released import config_of
+from visacc.models.nbp.released import config_of, load_nbp
 from visacc.models.video_prompt import VideoPrompt
 from visacc.sampling import SamplingParams
+from visacc.train.cli import app as train_app
 
 
 def build(block: int = 4, given: int = 0, text: bool = True, **options: Any) -> NBPModel:
@@ -241,3 +243,29 @@ def test_fit_resumes_bit_for_bit(tmp_path: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "a", 7)
     assert torch.equal(train(tmp_path / "a", None), train(tmp_path / "b", None))
+
+
+def test_train_command_fine_tunes_a_twin(tmp_path: Any) -> None:
+    twin = build(block=1).net
+    torch.save(
+        {"state_dict": {f"transformer.{k}": v for k, v in twin.state_dict().items()}}, tmp_path / "ntp.ckpt"
+    )
+    np.save(tmp_path / "codes.npy", np.random.default_rng(0).integers(0, 24, (8, 3, 4, 4)))
+    np.save(tmp_path / "texts.npy", np.full((8, 3), 5))
+    shape = [
+        "--heads",
+        "4",
+        "--grid",
+        "3:4:4",
+        "--video-vocab",
+        "24",
+        "--text-vocab",
+        "20",
+        "--device",
+        "cpu",
+    ]
+    command = ["nbp", str(tmp_path), "--from", str(tmp_path / "ntp.ckpt"), "-o", str(tmp_path / "run")]
+    result = CliRunner().invoke(train_app, [*command, "--block", "4", "--steps", "2", "--batch", "4", *shape])
+    assert result.exit_code == 0, result.output
+    net = load_nbp(tmp_path / "run/nbp.safetensors", heads=4, grid=(3, 4, 4), video_vocab=24, text_vocab=20)
+    assert net.config.block == 4

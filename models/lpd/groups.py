@@ -59,7 +59,7 @@ def training_lists(tokens: int) -> list[tuple[int, ...]]:
     steps = _TABLES.get(tokens)
     if steps:
         return [_expand(text) for text in steps.values()]
-    counts = sorted({max(1, round(tokens * part)) for part in (0.05, 0.08, 0.125, 0.25, 0.5, 1.0)})
+    counts = sorted({max(2, round(tokens * part)) for part in (0.05, 0.08, 0.125, 0.25, 0.5, 1.0)})
     return [lpd_group_sizes(tokens, count) for count in counts]
 
 

@@ -1,0 +1,195 @@
+"""``visacc train lpd`` and ``visacc train nbp``: train parallel decoders' models on a folder of codes.
+
+The folder holds ``codes.npy`` (integers [count, N] or [count, ...] that flatten to N, raster order) and optionally
+``labels.npy`` (int [count], -1 for none; LPD) or ``texts.npy`` (int [count, c] raw text ids; NBP). Rates, decay and clipping
+are those of the published recipes; runs resume from their folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: checkpoint, log, result.")]
+_Start = Annotated[Path | None, typer.Option("--from", help="Checkpoint to start from.")]
+_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")]
+
+
+def read_codes(folder: Path, vocab: int, tokens: int) -> Tensor:
+    """int64 [count, tokens], checked against the model."""
+    import numpy as np
+    import torch
+
+    file = folder / "codes.npy"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no codes.npy")
+    array = np.load(file)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{file} must hold integers, not {array.dtype}")
+    codes = torch.from_numpy(array.astype(np.int64)).flatten(1)
+    if codes.shape[1] != tokens:
+        raise ValueError(f"{file} has {codes.shape[1]} codes a sample, the model {tokens}")
+    if int(codes.min()) < 0 or int(codes.max()) >= vocab:
+        raise ValueError(f"{file} has codes outside 0..{vocab - 1}: another tokenizer")
+    return codes
+
+
+def _column(folder: Path, name: str, count: int) -> Tensor | None:
+    import numpy as np
+    import torch
+
+    file = folder / name
+    if not file.is_file():
+        return None
+    values = torch.from_numpy(np.load(file).astype(np.int64))
+    if len(values) != count:
+        raise ValueError(f"{file} has {len(values)} rows, codes.npy {count}")
+    return values
+
+
+def lpd(
+    data: Annotated[Path, typer.Argument(help="Folder with codes.npy and labels.npy.")],
+    out: _Out = Path("lpd"),
+    size: Annotated[str, typer.Option(help="l, xl, xxl, or width:layers:heads.")] = "l",
+    grid: Annotated[int, typer.Option(help="Codes along a side of the picture.")] = 16,
+    vocab: Annotated[int, typer.Option(help="Size of the codebook.")] = 16384,
+    classes: Annotated[int, typer.Option(help="Number of classes.")] = 1000,
+    start: _Start = None,
+    epochs: Annotated[float, typer.Option(help="Epochs (published: 450 at 256 px, 50 at 512 px).")] = 450,
+    batch: Annotated[int, typer.Option(help="Samples per step.")] = 256,
+    lr: Annotated[float | None, typer.Option(help="Peak rate; 1e-4 batch / 256 by default.")] = None,
+    device: _Device = None,
+) -> None:
+    """Train an LPD model; ``--from`` a smaller grid starts it from that model, positions interpolated."""
+    import torch
+
+    from visacc.loading import _device
+    from visacc.models.fit import Fit, fit
+    from visacc.models.lpd import LPD, LPDConfig, load_lpd, training_lists, upscale
+    from visacc.models.lpd.released import SIZES
+    from visacc.models.lpd.train import lpd_loss, lr_at
+
+    where = _device(device)
+    if start is not None:
+        model = load_lpd(start)
+        model = model if model.config.grid == grid else upscale(model, grid)
+    else:
+        width, depth, heads = SIZES[size] if size in SIZES else _numbers(size)
+        model = LPD(LPDConfig(width, depth, heads, vocab, classes, grid))
+    model = model.to(where)
+    codes = read_codes(data, model.config.vocab, model.config.tokens)
+    given = _column(data, "labels.npy", len(codes))
+    labels = torch.full((len(codes),), -1) if given is None else given
+    if int(labels.max()) >= model.config.classes:
+        raise ValueError(
+            f"labels.npy has class {int(labels.max())}, the model {model.config.classes} classes"
+        )
+    lists = training_lists(model.config.tokens)
+    peak = lr if lr is not None else 1e-4 * batch / 256
+    per_epoch = max(len(codes) // min(batch, len(codes)), 1)
+    steps = max(1, round(epochs * per_epoch))
+
+    def loss(pick: Tensor) -> Tensor:
+        groups = lists[int(torch.randint(len(lists), (1,)))]
+        return lpd_loss(model, codes[pick].to(where), labels[pick].to(where), None, groups)
+
+    def factor(step: int) -> float:
+        at = step / per_epoch / epochs  # published: 50 of 450 epochs up, the last 50 down
+        rate = lr_at(at, peak=peak, floor=min(1e-5, peak), warmup=1 / 9, decay_from=8 / 9, epochs=1)
+        return rate / peak
+
+    settings = Fit(
+        steps=steps,
+        batch=batch,
+        muon_lr=0,
+        adam_lr=peak,
+        weight_decay=0.02,
+        clip=3.0,
+        betas=(0.9, 0.95),
+        ema=0.0,
+    )
+    fit(model, loss, len(codes), out, "lpd", settings, decays=lambda _, p: p.ndim > 1, factor=factor)
+    _save(out / "lpd.safetensors", model.state_dict())
+
+
+def nbp(
+    data: Annotated[Path, typer.Argument(help="Folder with codes.npy and, for text models, texts.npy.")],
+    start: Annotated[
+        Path, typer.Option("--from", help="NTP checkpoint to fine-tune, or an NBP one to go on with.")
+    ],
+    out: _Out = Path("nbp"),
+    block: Annotated[int, typer.Option(help="Tokens predicted at once.")] = 16,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, where the width does not tell.")] = None,
+    grid: Annotated[str, typer.Option(help="Latent frames:rows:columns.")] = "5:16:16",
+    video_vocab: Annotated[int, typer.Option(help="Video codes.")] = 64000,
+    text_vocab: Annotated[int, typer.Option(help="Text ids.")] = 32000,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 10000,
+    batch: Annotated[int, typer.Option(help="Samples per step.")] = 256,
+    lr: Annotated[
+        float, typer.Option(help="Peak rate; keep it well below that of training from scratch.")
+    ] = 1e-4,
+    cond_drop: Annotated[
+        float, typer.Option(help="Texts dropped in training; above 0 makes guidance possible.")
+    ] = 0.0,
+    device: _Device = None,
+) -> None:
+    """Fine-tune a next-token video model into a next-block one (or go on training a next-block one)."""
+    from visacc.loading import _device
+    from visacc.models.fit import Fit, fit
+    from visacc.models.nbp import load_nbp, to_next_block
+
+    where = _device(device)
+    t, h, w = _numbers(grid)
+    shape = {"heads": heads, "grid": (t, h, w), "video_vocab": video_vocab, "text_vocab": text_vocab}
+    try:
+        model = to_next_block(load_nbp(start, block=1, **shape), block)
+    except ValueError as error:
+        if "special tokens" not in str(error):
+            raise
+        model = load_nbp(start, block=block, **shape)
+    model.config = replace(model.config, cond_drop=cond_drop)
+    model = model.to(where)
+    codes = read_codes(data, model.config.video_vocab, model.config.tokens)
+    texts = _column(data, "texts.npy", len(codes))
+    if model.config.hybrid != (texts is not None):
+        raise ValueError("texts.npy must be given exactly for models with a text condition")
+
+    def loss(pick: Tensor) -> Tensor:
+        return model.loss(codes[pick].to(where), None if texts is None else texts[pick].to(where))
+
+    def decays(name: str, value: Tensor) -> bool:
+        return value.ndim == 2 and name != "tok_emb.weight"
+
+    settings = Fit(
+        steps=steps,
+        batch=batch,
+        muon_lr=0,
+        adam_lr=lr,
+        weight_decay=0.01,
+        clip=1.0,
+        betas=(0.9, 0.95),
+        warmup=max(1, steps // 20),
+        ema=0.0,
+    )
+    fit(model, loss, len(codes), out, "nbp", settings, decays=decays)
+    _save(out / "nbp.safetensors", {f"transformer.{k}": v for k, v in model.state_dict().items()})
+
+
+def _numbers(text: str) -> tuple[int, int, int]:
+    parts = text.split(":")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise ValueError(f"expected three numbers a:b:c, got {text!r}")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def _save(path: Path, state: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, path)
+    print(f"wrote {path}")
