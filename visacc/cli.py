@@ -85,14 +85,24 @@ def _mount() -> None:
     """Attach the sub-commands. They import their heavy parts when they run, not here."""
     from visacc.calibrate_cli import calibrate
     from visacc.generate_cli import generate
+    from visacc.speculate import cli as speculate
 
     app.command("generate")(generate)
     app.command("calibrate")(calibrate)
-    for name, module in _SUB_APPS.items():
-        app.add_typer(importlib.import_module(module).app, name=name)
+    parts = {name: importlib.import_module(module) for name, module in _SUB_APPS.items()}
+    parts["bench"].app.command("vlm")(speculate.bench_command)
+    parts["train"].app.command("vlm-drafter")(speculate.train_drafter_command)
+    app.command("caption")(speculate.caption)
+    for name, part in parts.items():
+        app.add_typer(part.app, name=name)
 
 
-_SUB_APPS: dict[str, str] = {"eval": "visacc.eval.cli"}
+_SUB_APPS: dict[str, str] = {
+    "bench": "visacc.bench.cli",
+    "eval": "visacc.eval.cli",
+    "train": "visacc.train.cli",
+    "video": "visacc.video_cli",
+}
 
 _mount()
 
