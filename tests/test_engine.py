@@ -39,7 +39,7 @@ def test_gumbel_exact_equals_ar_on_a_real_network(model, window):
     assert ar.stats.steps.tolist() == [36] * 4
 
 
-@pytest.mark.parametrize("decoder", [AR(), SJD(8), MCSJD(8), MCSJD(8, "gumbel")], ids=lambda d: d.name)
+@pytest.mark.parametrize("decoder", [AR(), SJD(8), MCSJD(8), MCSJD(8, "maximal"), MCSJD(8, "gumbel")], ids=lambda d: d.name)
 def test_same_seed_same_image_alone_and_in_a_batch(model, decoder):
     seeds = [3, 1, 4, 15, 9]
     together = run(model, decoder, seeds)
@@ -60,7 +60,7 @@ def test_the_network_sees_the_same_law_in_a_window_as_alone(model):
 
 
 def test_statistics_add_up(model):
-    result = run(model, MCSJD(8), [0, 1, 2])
+    result = run(model, MCSJD(8, "maximal"), [0, 1, 2])
     stats = result.stats
     assert stats.committed.sum(0).tolist() == [36] * 3
     assert bool((stats.step_of >= 1).all())
@@ -89,7 +89,7 @@ def test_the_loop_looks_at_the_device_only_at_the_periodic_check(model, monkeypa
 
     for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         counted(name)
-    for decoder in (AR(), SJD(8), MCSJD(8), MCSJD(8, "gumbel-exact")):
+    for decoder in (AR(), SJD(8), MCSJD(8, "maximal"), MCSJD(8)):
         marks = []
         run(model, decoder, [0, 1], check_every=6, callback=lambda info, m=marks: m.append(counts["calls"]))
         per_step = [b - a for a, b in pairwise(marks)]
@@ -99,7 +99,7 @@ def test_the_loop_looks_at_the_device_only_at_the_periodic_check(model, monkeypa
 
 
 def test_check_interval_does_not_change_the_images(model):
-    for decoder in (SJD(8), MCSJD(8)):
+    for decoder in (SJD(8), MCSJD(8), MCSJD(8, "maximal")):
         often = run(model, decoder, [5, 6, 7], check_every=1)
         seldom = run(model, decoder, [5, 6, 7], check_every=7)
         assert torch.equal(often.codes, seldom.codes)

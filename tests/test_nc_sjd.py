@@ -184,7 +184,7 @@ def test_online_tables_learn_the_neighbours_effect():
     true = NeighbourTables.from_full(
         effects, model.tables[0][0][0], IMAGE_OFFSETS, 12, model.fingerprint(), 1.0
     )
-    plain, best = steps(MCSJD(24)), steps(NCSJD(24, tables=true))
+    plain, best = steps(MCSJD(24, "maximal")), steps(NCSJD(24, tables=true))
     assert best < 0.6 * plain
     online = [steps(NCSJD(24, tables="online", rank=12)) for _ in range(8)]
     assert online[0] == plain  # nothing is known yet
@@ -249,10 +249,10 @@ def test_without_tables_it_says_what_it_does(caplog):
     seeds, cond = [5, 6], model.encode([1, 2])
     off = decode(model, NCSJD(8, online=False), cond, SamplingParams(), seeds)
     assert "as mc-sjd" in caplog.text
-    plain = decode(model, MCSJD(8), cond, SamplingParams(), seeds)
+    plain = decode(model, MCSJD(8, "maximal"), cond, SamplingParams(), seeds)
     assert torch.equal(off.sequence, plain.sequence)
     assert torch.equal(off.stats.steps, plain.stats.steps)
-    large = TableModel(5000, 2)
+    large = TableModel(5000, 1)
     with pytest.raises(ValueError, match="up to 4096 codes"):
         NCSJD(8, tables="online").check(large)
     caplog.clear()

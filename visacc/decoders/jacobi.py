@@ -230,13 +230,17 @@ class SJD(Jacobi):
 
 
 class MCSJD(Jacobi):
-    """SJD with coupled redraws (arXiv 2510.24211): drafts stay put, so contexts settle and more drafts pass."""
+    """SJD with coupled redraws (arXiv 2510.24211): drafts stay put, so contexts settle and more drafts pass.
+
+    The default coupling returns the very picture that plain AR draws with the same seed, whatever the window; the others
+    return another sample of the same law.
+    """
 
     name = "mc-sjd"
-    summary = "speculative Jacobi decoding with coupled redraws"
+    summary = "speculative Jacobi decoding with coupled redraws: the AR picture of the same seed"
 
     def __init__(
-        self, window: int = 32, coupling: str = "maximal", init: str = "random", uniform_q: bool = True
+        self, window: int = 32, coupling: str = "gumbel-exact", init: str = "random", uniform_q: bool = True
     ) -> None:
         if coupling == "independent":
             raise ValueError(
