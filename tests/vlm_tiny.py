@@ -84,7 +84,7 @@ def scaled(model: Any) -> Any:
         for name, p in model.named_parameters():
             if p.ndim > 1:
                 p.copy_(torch.randn(p.shape, generator=g) * p[0].numel() ** -0.5)
-            elif name.endswith("bias"):
+            elif "norm" not in name or name.endswith("bias"):
                 p.copy_(torch.randn(p.shape, generator=g) * 0.05)
     return model.eval()
 

@@ -27,14 +27,14 @@ from visacc.models.vlm.train_data import Rendered, render_chunks
 class CaptionerTraining:
     """Options of a run; the defaults made the shipped weights."""
 
-    steps: int = 2600
+    steps: int = 1800
     batch: int = 48
-    samples: int = 20000
+    samples: int = 7500
     lr: float = 2e-3
     weight_decay: float = 0.05
     patch_weight: float = 1.0
     seed: int = 0
-    check_every: int = 650
+    check_every: int = 300
 
 
 class PatchHeads(nn.Module):
@@ -90,7 +90,7 @@ def train(folder: Path, options: CaptionerTraining, processes: int = 2) -> Path:
     texts = Texts(processor, model.config.image_seq_length)
     both = nn.ModuleDict({"model": model, "heads": heads})
     optimizer = torch.optim.AdamW(_groups(both, options.weight_decay), lr=options.lr, betas=(0.9, 0.98))
-    average, log = Average(model, 0.998), JsonLog(folder / "captioner.jsonl")
+    average, log = Average(model, 0.995), JsonLog(folder / "captioner.jsonl")
     start, saved = 0, load_checkpoint(folder / "captioner.pt")
     if saved is not None:
         both.load_state_dict(saved["both"])
@@ -135,7 +135,8 @@ def _losses(
     rng = np.random.default_rng([options.seed, step])
     prompt, mirror = int(rng.random() < 0.2), bool(rng.random() < 0.5)
     index = rng.integers(len(data.images), size=options.batch)
-    pixels, labels, textures, answers = data.batch(index, mirror, prompt)
+    shift = (int(rng.integers(-2, 3)), int(rng.integers(-2, 3)))
+    pixels, labels, textures, answers = data.batch(index, mirror, prompt, shift)
     ids, targets = texts.batch(prompt, answers)
     model: Any = both["model"]
     patches.clear()

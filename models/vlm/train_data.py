@@ -49,14 +49,17 @@ class Rendered:
     text: list[list[list[str]]]
 
     def batch(
-        self, index: NDArray[np.int64], mirror: bool, prompt: int
+        self, index: NDArray[np.int64], mirror: bool, prompt: int, shift: tuple[int, int] = (0, 0)
     ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
-        """Pixels float32 [B, 3, 64, 64] in [-1, 1], labels int64 [B, 3, 4, 4], textures int64 [B],
-        captions.
+        """Pixels float32 [B, 3, 64, 64] in [-1, 1], labels int64 [B, 3, 4, 4], textures int64 [B], captions.
+
+        A ``shift`` of up to two pixels (down, right) changes no caption: centres keep their distance from
+        borders.
         """
         images, labels = self.images[index], self.labels[index]
         if mirror:
             images, labels = images[:, :, ::-1], labels[..., ::-1]
+        images = np.roll(images, shift, axis=(1, 2))
         pixels = (torch.from_numpy(np.ascontiguousarray(images)).float() / 127.5 - 1).movedim(-1, 1)
         known = torch.from_numpy(np.ascontiguousarray(labels)).long()
         texts = [self.text[int(mirror)][prompt][i] for i in index]

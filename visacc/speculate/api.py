@@ -16,7 +16,7 @@ from visacc.speculate.block_tree import BlockTree
 from visacc.speculate.checkpoints import load_drafter
 from visacc.speculate.config import METHODS
 from visacc.speculate.drafter import Drafter
-from visacc.speculate.loop import TextResult, generate
+from visacc.speculate.loop import Stop, TextResult, generate
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
 from visacc.speculate.trees import DynamicTree, TreePolicy, make_policy
@@ -117,7 +117,9 @@ class Speculator:
             )
         for processor in logits_processor or ():
             name = type(processor).__name__
-            if name not in _PROCESSORS or getattr(processor, "prompt_ignore_length", None):
+            # a tensor of ignored lengths is transformers' own way to skip the padding, as we do
+            ignored = getattr(processor, "prompt_ignore_length", None)
+            if name not in _PROCESSORS or (ignored is not None and not isinstance(ignored, Tensor)):
                 raise ValueError(
                     f"logits processor {name} is not supported with speculative decoding; supported: "
                     + ", ".join(_PROCESSORS)
@@ -255,12 +257,9 @@ def choose_policy(
     return policy
 
 
-def _stop(criteria: list[Any]) -> Callable[[Tensor], Tensor]:
-    def stop(ids: Tensor) -> Tensor:
-        verdict = torch.zeros(ids.shape[0], dtype=torch.bool)
-        for criterion in criteria:
-            verdict |= torch.as_tensor(criterion(ids, None)).cpu()
-        return verdict
+def _stop(criteria: list[Any]) -> Stop:
+    def stop(ids: Tensor, generated: int) -> bool:
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)
 
     return stop
 

@@ -37,8 +37,10 @@ class AnyDrafter(Protocol):
     def session(self, state: Any) -> Any: ...
 
 
-Stop = Callable[[Tensor], Tensor]
-"""Further stopping: token ids [1, L] of one row (prompt included) -> bool [1], asked after every token."""
+Stop = Callable[[Tensor, int], bool]
+"""Further stopping, asked after every token: ids [1, L] of one row, prompt included, and how many are
+generated.
+"""
 
 
 @dataclass
@@ -232,7 +234,7 @@ def _begin(run: _Run, view: PromptView, logits: Tensor, seeds: Sequence[int], sp
     p, vocab = run.params, run.target.vocab_size
     keys = torch.tensor([sample_seed(s) for s in seeds], dtype=torch.int64, device=device)
     noise = Noise(keys, vocab, p.max_new_tokens)
-    laws = Laws(p, view.input_ids, vocab)
+    laws = Laws(p, torch.where(view.valid, view.input_ids, vocab), vocab)
     zero = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     # the law of token 0 has no drafted ancestors: the prompt's last token stands in for its path
     law = laws(logits[:, None], view.input_ids[:, -1:], (zero == 0)[..., None], zero)
@@ -368,7 +370,7 @@ def _ask(stop: Stop, rows: _Rows, gained: Tensor, new: Tensor, known: Tensor) ->
         text = torch.cat([rows.prompt[b][rows.valid[b]], rows.ids[b, : int(known[b])]])
         for i in range(gain):
             text = torch.cat([text, new[b, i : i + 1]])
-            if bool(stop(text[None])[0]):
+            if stop(text[None], int(known[b]) + i + 1):
                 counts[b] = i + 1
                 rows.done[b] = True
                 break

@@ -161,7 +161,8 @@ def from_generation_config(config: Any, prompt_length: int, **overrides: Any) ->
 class Laws:
     """Target logits of tree nodes -> what the verifier compares: laws, or scores whose arg-max is taken.
 
-    Keeps, per row, which tokens the text already holds (only with a repetition penalty).
+    Keeps, per row, which tokens prompt and text already hold (only with a repetition penalty). ``prompt``
+    int64 [B, N] has ``vocab`` at padding, which is not penalised.
     """
 
     def __init__(self, params: TextParams, prompt: Tensor, vocab: int) -> None:

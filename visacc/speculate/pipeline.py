@@ -15,7 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from visacc.models.vlm.families import placeholder_ids
 from visacc.speculate.api import Speculator
 from visacc.speculate.drafter import Drafter
-from visacc.speculate.loop import TextStats
+from visacc.speculate.loop import Stop, TextStats
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
 from visacc.speculate.trees import TreePolicy
@@ -207,13 +207,15 @@ class CaptionPipeline:
         image, _ = placeholder_ids(self.model.config)
         return None if image is None else self.tokenizer.convert_ids_to_tokens(image)
 
-    def _stop(self, params: TextParams) -> Any:
+    def _stop(self, params: TextParams) -> Stop | None:
         if not params.stop_strings:
             return None
-        from transformers import StopStringCriteria
 
-        criterion = StopStringCriteria(self.tokenizer, list(params.stop_strings))
-        return lambda ids: criterion(ids, None)
+        def stop(ids: torch.Tensor, generated: int) -> bool:
+            text = self.tokenizer.decode(ids[0, -generated:], skip_special_tokens=True)
+            return any(end in text for end in params.stop_strings)
+
+        return stop
 
 
 def _read(source: Picture | Sequence[Picture] | None, prompt: str, number: int) -> _Job:
