@@ -74,7 +74,7 @@ def main(
         codes = torch.cat([tokenizer.encode(part) for part in real.split(20)])
         recon = torch.cat([tokenizer.decode(part) for part in codes.split(20)])
     mse = float((recon - real).square().mean())
-    used = int((torch.bincount(codes.flatten(), minlength=1000) > 0).sum())
+    used = int((torch.bincount(codes.flatten(), minlength=512) > 0).sum())
     report(
         "reconstruction", {**_scores("", recon, items, fvd), "psnr": -10 * np.log10(mse), "codes used": used}
     )

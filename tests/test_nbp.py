@@ -206,7 +206,7 @@ def test_moving_world_is_read_back_by_its_judge() -> None:
     clips = [moving.sample(seed) for seed in range(9)]
     assert all(moving.judge(moving.render(clip)).agrees(clip) for clip in clips)
     frames = moving.render(clips[0])
-    assert frames.shape == (17, 32, 32, 3)
+    assert frames.shape == (moving.FRAMES, 32, 32, 3)
     assert np.array_equal(frames, moving.render(clips[0]))
     assert len({clip.motion for clip in clips}) >= 4
 

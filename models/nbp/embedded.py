@@ -8,25 +8,24 @@ from typing import Any
 import torch
 
 from visacc.models.assets_io import read_asset
+from visacc.models.llamagen import load_vq
 from visacc.models.nbp import moving
 from visacc.models.nbp.adapter import NBPModel
+from visacc.models.nbp.frames import FrameTokenizer
 from visacc.models.nbp.gpt import NBP, NBPConfig
-from visacc.models.nbp.magvit2 import Magvit2, Magvit2Config
+from visacc.models.shapes import ASSETS as SHAPES_ASSETS
 
 ASSETS = Path(__file__).parent / "assets"
 NAMES = {
     "moving-nbp": "embedded video model of moving shapes, next-block prediction (decoder nbp)",
     "moving-ntp": "embedded video model of moving shapes, next-token prediction (decoders ar, sjd, mc-sjd, ...)",
 }
-FPS = 8
+FPS = 4
 
 
-def load_tokenizer(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Magvit2:
-    """The world's tokenizer: 17 frames of 32x32 pixels -> 5x8x8 codes of 1000."""
-    state, config, _ = read_asset(ASSETS / "moving-tokenizer.safetensors")
-    model = Magvit2(Magvit2Config(**config))
-    model.load_state_dict(state)
-    return model.to(device=device, dtype=dtype).eval()
+def load_tokenizer(device: torch.device | str = "cpu") -> FrameTokenizer:
+    """The tokenizer of the shapes world on every frame: 32x32 pixels -> 8x8 codes of 512."""
+    return FrameTokenizer(load_vq(SHAPES_ASSETS / "t2i" / "vq.safetensors", device=device)).eval()
 
 
 def load(

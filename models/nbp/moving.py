@@ -1,6 +1,6 @@
 """The moving-shapes world: one coloured shape of the shapes world in motion, with an exact description of each clip.
 
-A class is a colour, a shape and a motion ("red circle moves left"). Clips have 17 frames of 32x32 pixels: a still
+A class is a colour, a shape and a motion ("red circle moves left"). Clips have 6 frames of 32x32 pixels: a still
 background, an object on a smooth path that stays inside the picture. The judge reads shape, colour and motion back from
 pixels.
 """
@@ -28,7 +28,7 @@ from visacc.models.shapes.world import (
 
 Array = NDArray[np.float32]
 
-FRAMES, SIDE = 17, 32
+FRAMES, SIDE = 6, 32
 MOTIONS = ("moves left", "moves right", "moves up", "moves down", "circles", "bounces", "grows", "shrinks")
 TEXT_TOKENS = 6
 _WORDS = (*COLOURS, *SHAPES, *sorted({word for motion in MOTIONS for word in motion.split()}))
