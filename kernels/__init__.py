@@ -1,6 +1,7 @@
 """Sampling, verification and attention kernels: torch references and Triton, behind one set of ops."""
 
 from visacc.kernels import rng
+from visacc.kernels.attention_ops import attention_mask, commit_kv, tree_attention
 from visacc.kernels.ops import (
     chain_verify,
     draw,
@@ -29,7 +30,9 @@ __all__ = [
     "WITHOUT_REPLACEMENT",
     "Group",
     "TreeIndex",
+    "attention_mask",
     "chain_verify",
+    "commit_kv",
     "draw",
     "group_sums",
     "neighbour_mass",
@@ -38,6 +41,7 @@ __all__ = [
     "race",
     "race_topk",
     "rng",
+    "tree_attention",
     "tree_index",
     "tree_verify",
     "tree_walk",

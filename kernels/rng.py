@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visacc.kernels.dispatch import choose, launcher
+
 ACCEPT, RESIDUAL, DRAW, INIT, DRAFT, GUMBEL = 1, 2, 3, 4, 5, 6
 PURPOSE = SimpleNamespace(ACCEPT=ACCEPT, RESIDUAL=RESIDUAL, DRAW=DRAW, INIT=INIT, DRAFT=DRAFT, GUMBEL=GUMBEL)
 """Purpose tags for counter c3. Purposes never share a stream: noise that drew a draft must not test it."""
@@ -47,6 +49,8 @@ def philox(
     """
     device = next((a.device for a in (seed, c0, c1, c2, c3) if isinstance(a, Tensor)), torch.device("cpu"))
     key, *given = (_as_words(a, device) for a in (seed, c0, c1, c2, c3))
+    if choose(None, (key,)) == "triton":
+        return launcher("rng").philox(key, *given)
     w0, w1, w2, w3, _ = torch.broadcast_tensors(*given, key)
     shape = w0.shape
     key = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)

@@ -1,7 +1,7 @@
 """Device functions and launch helpers that several kernels share.
 
-Decision kernels are launched with `NO_FUSION`: contracting a multiplication and an addition into one rounding would make
-their decisions differ from the torch reference. Divisions that must match use `tl.div_rn`.
+Decision kernels are launched with `NO_FUSION`: contracting a multiplication and an addition into one rounding
+would make their decisions differ from the torch reference. Divisions that must match use `tl.div_rn`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fused logits -> probabilities, without a sort: thresholds are found bit by bit on an order-preserving key.
 
-`row_kernel` keeps a row of up to 16384 entries in registers and bisects the 32 bits of the key. `stream_kernel` takes
-any vocabulary: the combined logits go to the output row (which stays in the L2 cache) and a 16-ary search finds four bits
-per pass. Both searches end at the exact threshold.
+`row_kernel` keeps a row of up to 16384 entries in registers and bisects the 32 bits of the key.
+`stream_kernel` takes any vocabulary: the combined logits go to the output row (which stays in the L2 cache)
+and a 16-ary search finds four bits per pass. Both searches end at the exact threshold.
 """
 
 from __future__ import annotations

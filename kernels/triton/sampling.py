@@ -34,7 +34,7 @@ def draw_kernel(
     r = tl.program_id(0).to(tl.int64)
     row = w_ptr + r * w_stride
     total = _row_total(row, V, BLOCK)
-    if HAS_FALLBACK:
+    if HAS_FALLBACK:  # noqa: SIM102 - the outer branch is resolved at compile time
         if total == 0:
             row = fallback_ptr + r * fallback_stride
             total = _row_total(row, V, BLOCK)
