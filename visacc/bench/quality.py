@@ -154,17 +154,18 @@ def detection_rate(
 ) -> float:
     """Power of :func:`distance_test`: how often it notices that ``fraction`` of the images in ``x`` are spoiled ones.
 
-    Sets are resampled with replacement from ``x``, ``reference`` and ``spoiled``.
+    ``x`` and ``reference`` are taken for draws of one law: they are shuffled together and split anew in every trial, and
+    images of one half are replaced by ones from ``spoiled``. With ``fraction=0`` the rate is the false-alarm level.
     """
     g = torch.Generator().manual_seed(seed)
-    n, bad = len(x), round(fraction * len(x))
+    both, n, bad = torch.cat([x, reference]), len(x), round(fraction * len(x))
+    if bad > len(spoiled):
+        raise ValueError(f"{bad} spoiled images are needed for fraction {fraction}, got {len(spoiled)}")
     hits = 0
     for trial in range(trials):
-        pick = [
-            torch.randint(len(z), (m,), generator=g)
-            for z, m in ((x, n - bad), (spoiled, bad), (reference, n))
-        ]
-        mixed = torch.cat([x[pick[0]], spoiled[pick[1]]])
-        test = distance_test(mixed, reference[pick[2]], permutations=permutations, seed=seed + trial)
+        order = torch.randperm(len(both), generator=g)
+        mixed = both[order[:n]].clone()
+        mixed[:bad] = spoiled[torch.randperm(len(spoiled), generator=g)[:bad]]
+        test = distance_test(mixed, both[order[n:]], permutations=permutations, seed=seed + trial)
         hits += test.p_value <= level
     return hits / trials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,12 +79,20 @@ def drafter(
         save_every=save_every,
         seed=seed,
     )
-    target = load_model(model, device=device, dtype=dtype)
+    target = load_model(model, device=device or _own_gpu(), dtype=dtype)
     texts, kept = training_prompts(target, prompts, held_out)
     chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = SamplingParams.merge(target.defaults, chosen)
     train_drafter(target, texts, kept, out, settings, sampling)
     print(f"drafter written to {out / 'drafter'}")
+
+
+def _own_gpu() -> str | None:
+    """The GPU of this process under a launcher, else ``None``."""
+    import torch
+
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
 
 
 def training_prompts(model: Any, path: Path | None, held_out: int) -> tuple[list[Any], list[Any]]:

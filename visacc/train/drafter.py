@@ -206,7 +206,7 @@ def train_drafter(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     accelerator = _accelerator(settings)
-    network = new_drafter(model, settings)
+    network = new_drafter(model, settings).to(model.device)
     optim = optimizer(network, settings)
     start = _resume(out / "state.pt", network, optim, settings, model)
     prepared, optim = accelerator.prepare(network, optim)
@@ -236,8 +236,10 @@ def train_drafter(
         )
         prepared.train()
         for _ in range(settings.accumulate):
-            with accelerator.accumulate(prepared), accelerator.autocast():
-                loss, parts = draft_loss(prepared, model.head, next(stream), settings.loss)
+            data = next(stream)
+            with accelerator.accumulate(prepared):
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+                    loss, parts = draft_loss(prepared, model.head, data, settings.loss)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_value_(prepared.parameters(), settings.clip)
@@ -266,8 +268,8 @@ def _accelerator(settings: DrafterTraining) -> Any:
         from accelerate import Accelerator
     except ImportError as error:
         raise RuntimeError("training a drafter needs accelerate: pip install 'visacc[train]'") from error
-    precision = "no" if settings.precision == "fp32" else "bf16"
-    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=settings.accumulate)
+    # precision and placement stay ours: accelerate keeps both for the life of the process
+    return Accelerator(gradient_accumulation_steps=settings.accumulate, device_placement=False)
 
 
 def _facts(settings: DrafterTraining, model: ImageModel) -> str:
@@ -296,7 +298,7 @@ def _resume(
 ) -> int:
     if not path.is_file():
         return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location=model.device, weights_only=True)
     if state["facts"] != _facts(settings, model):
         raise ValueError(
             f"{path} belongs to a run with other settings or another target; choose another folder or remove it"
