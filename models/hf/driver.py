@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visacc.cache import addresses, allocate, window_mask
+from visacc.kernels import pack_bits
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
 from visacc.models.hf import attention
 from visacc.models.hf.cache import cache_keyword, cache_shape, slot_cache
@@ -311,12 +312,13 @@ class HFImageModel(ImageModel):
         return ModelOutput(logits[: state.batch], uncond, hidden)
 
     def _shape(self, state: DecodeState, proposal: Proposal) -> attention.TreeShape:
-        visible = proposal.visible
-        end = state.prefix + state.lengths
+        visible, end = proposal.visible, state.prefix + state.lengths
+        depth = proposal.positions - proposal.positions[:, :1]
         if state.branches > 1:
-            end = end.repeat(state.branches)
+            end, depth = end.repeat(state.branches), depth.repeat(state.branches, 1)
             visible = None if visible is None else visible.repeat(state.branches, 1, 1)
-        return attention.TreeShape(state.prefix - state.prefix_mask.long().sum(1), end, visible)
+        start = state.prefix - state.prefix_mask.long().sum(1)
+        return attention.TreeShape(start, end, None if visible is None else pack_bits(visible), depth)
 
     def prompt_positions(self, numbers: Tensor) -> Tensor:
         """Position ids of the prompt from the token numbers [rows, P] of each row."""
