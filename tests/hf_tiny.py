@@ -18,7 +18,7 @@ from visacc.models.hf.taming import TamingConfig, TamingDecoder
 
 CODES = 32
 BYTES = sorted(ByteLevel.alphabet())
-_TEXT = {
+_TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -40,7 +40,7 @@ def tokenizer(specials: list[str], first: int = 0) -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def randomise(model: nn.Module, seed: int) -> nn.Module:
+def randomise(model: nn.Module, seed: int) -> Any:
     """Weights that make the output depend strongly on the context."""
     g = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
@@ -173,7 +173,6 @@ def chameleon(
         eos_token_id=2,
         swin_norm=family != "chameleon",
         vocabulary_map={**{k: v for k, v in words.get_vocab().items() if k.startswith("<")}, **names},
-        image_token_id=words.get_vocab()["<image>"],
         vq_config={
             "embed_dim": 8,
             "num_embeddings": CODES,
