@@ -259,3 +259,27 @@ def test_geneval_colour_encoder(tiny_clip: Path) -> None:
     assert set(names) <= set(COLORS)
     assert "visacc-tiny" in encoder.id
     assert encoder.id.endswith("float32")
+
+
+def test_embedded_extractor_needs_no_download_and_sees_damage() -> None:
+    """Distances of true scenes to other true scenes, then blurred, then with other colours (fixed seeds)."""
+    from visacc.metrics import frechet_from_features
+    from visacc.models.shapes import ASSETS
+    from visacc.models.shapes.captions import sample
+    from visacc.models.shapes.world import render
+
+    if not (ASSETS / "t2i" / "vq.safetensors").exists():
+        pytest.skip("the tokenizer is not there")
+    net = create_extractor("shapes-vq", device="cpu")
+    images = torch.from_numpy(
+        np.stack([np.round(render(sample(i).scene) * 255).astype(np.uint8) for i in range(96)])
+    )
+    images = images.permute(0, 3, 1, 2).contiguous()
+    real, clean = net(images[:48])["features"], images[48:]
+    assert real.shape == (48, 128)
+    soft = torch.nn.functional.avg_pool2d(clean.float(), 3, 1, 1).to(torch.uint8)
+    values = [frechet_from_features(net(x)["features"], real) for x in (clean, soft, clean.flip(1))]
+    assert values[0] < values[1]
+    assert values[0] < values[2]
+    with pytest.raises(ValueError, match="sides divisible by"):
+        net(images[:1, :, :63])

@@ -59,6 +59,12 @@ def _vgg16(**options: Any) -> Extractor:
     return VGG16(**options)
 
 
+def _shapes_vq(**options: Any) -> Extractor:
+    from visacc.metrics.extractors.shapes_vq import ShapesVQ
+
+    return ShapesVQ(**options)
+
+
 _FACTORIES: dict[str, Callable[..., Extractor]] = {
     "inception": _inception,
     "dinov2": _dinov2,
@@ -66,6 +72,7 @@ _FACTORIES: dict[str, Callable[..., Extractor]] = {
     "clip": _clip,
     "clip-cmmd": _clip_cmmd,
     "vgg16": _vgg16,
+    "shapes-vq": _shapes_vq,
     "timm": _timm,
 }
 
