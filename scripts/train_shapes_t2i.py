@@ -83,7 +83,7 @@ def measure(model: TextToImage, vq: VQModel, args: argparse.Namespace) -> dict[s
             "heads": GPT_CONFIG.n_head,
             "prefix": GPT_CONFIG.cls_token_num,
             "images": args.images,
-            "steps": args.steps,
+            "steps": GPTTraining().steps,
             "batch": GPTTraining.batch,
             "loss": loss,
             "loss_entropy": entropy,
@@ -101,8 +101,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--vq-steps", type=int, default=VQTraining.steps)
     parser.add_argument("--vq-images", type=int, default=VQTraining.images)
-    parser.add_argument("--images", type=int, default=80_000, help="scenes the GPT is trained on")
-    parser.add_argument("--steps", type=int, default=GPTTraining.steps, help="GPT steps of 64 scenes")
+    parser.add_argument("--images", type=int, default=40_000, help="scenes the GPT is trained on")
     parser.add_argument("--per-task", type=int, default=96, help="judged pictures per task and list")
     parser.add_argument(
         "--test-scenes", type=int, default=500, help="unseen scenes for losses and reconstruction"
@@ -115,7 +114,7 @@ def main() -> None:
         return train_vq(args.out, VQTraining(steps=args.vq_steps, images=args.vq_images))
 
     def gpt_model() -> TextToImage:
-        return train_gpt(args.out, args.out / "dataset", GPTTraining(steps=args.steps))
+        return train_gpt(args.out, args.out / "dataset", GPTTraining())
 
     if "vq" in args.stages:
         vq_model()

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.shapes.captions import sample
-from visacc.models.shapes.world import SIZE, render
+from visacc.models.shapes.world import SIZE, Scene, render
 
 CHUNK = 500
+BACKGROUND_SEED = 90_000_000
 
 
 def _render_chunk(first: int) -> tuple[NDArray[np.uint8], list[str]]:
@@ -45,7 +46,10 @@ def to_input(images: NDArray[np.uint8] | Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_dataset(vq: VQModel, first_seed: int, count: int, folder: Path, batch: int = 100) -> None:
-    """Writes codes.npy (uint16 [count, 256]) and captions.json of the given seeds; does nothing if they exist."""
+    """Writes codes.npy (uint16 [count, 256]) and captions.json of the given seeds; does nothing if they exist.
+
+    background.npy are the codes of 400 bare backgrounds, from which `object_codes` tells what codes show.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "codes.npy").exists():
         return
@@ -59,6 +63,10 @@ def encode_dataset(vq: VQModel, first_seed: int, count: int, folder: Path, batch
             for i in range(0, size, batch)
         ]
         print(f"encoded {len(captions)} / {count}", flush=True)
+    scenes = [Scene((), sample(BACKGROUND_SEED + i).scene.background) for i in range(400)]
+    bare = np.stack([np.round(render(scene) * 255).astype(np.uint8) for scene in scenes])
+    parts = [vq.encode(to_input(part)).numpy().astype(np.uint16) for part in np.array_split(bare, 8)]
+    np.save(folder / "background.npy", np.concatenate(parts))
     (folder / "captions.json").write_text(json.dumps(captions))
     np.save(folder / "codes.tmp.npy", np.concatenate(codes))
     (folder / "codes.tmp.npy").rename(folder / "codes.npy")
@@ -68,3 +76,25 @@ def load_dataset(folder: Path) -> tuple[Tensor, list[str]]:
     """Codes int64 [count, 256] and captions written by `encode_dataset`."""
     codes = torch.from_numpy(np.load(folder / "codes.npy").astype(np.int64))
     return codes, json.loads((folder / "captions.json").read_text())
+
+
+def object_codes(folder: Path, codes: Tensor, vocabulary: int) -> Tensor:
+    """bool [vocabulary]: codes at least five times as frequent in scenes as on bare backgrounds."""
+    bare = torch.from_numpy(np.load(folder / "background.npy").astype(np.int64))
+    shares = [torch.bincount(c.flatten(), minlength=vocabulary).float() / c.numel() for c in (bare, codes)]
+    return shares[0] < 0.2 * shares[1]
+
+
+def beside_objects(codes: Tensor, is_object: Tensor) -> Tensor:
+    """bool [B, N]: tokens whose left, upper left, upper or upper right neighbour is an object code.
+
+    Depends on earlier tokens only, so weighting a loss by it leaves the law that minimises it unchanged.
+    """
+    side = int(codes.shape[1] ** 0.5)
+    mark = is_object[codes].view(-1, side, side)
+    out = torch.zeros_like(mark)
+    out[:, :, 1:] |= mark[:, :, :-1]
+    out[:, 1:] |= mark[:, :-1]
+    out[:, 1:, 1:] |= mark[:, :-1, :-1]
+    out[:, 1:, :-1] |= mark[:, :-1, 1:]
+    return out.flatten(1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from visacc.models.llamagen.checkpoint import save_model
 from visacc.models.llamagen.vq import VQModel
@@ -26,9 +26,7 @@ def export(model: TextToImage, vq: VQModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "gpt.safetensors", model.gpt, torch.float16)
     save_model(folder / "vq.safetensors", vq, torch.float16)
-    text: nn.Module = model.text
-    text.half().save_pretrained(folder / "text")
-    text.float()
+    copy.deepcopy(model.text).half().save_pretrained(folder / "text")
     build_tokenizer().save_pretrained(folder / "text")
     settings = {"name": NAME, "defaults": DEFAULTS, "clean_caption": True}
     (folder / "model.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import T5EncoderModel
 
 from visacc.models.llamagen.gpt import GPT, GPTConfig
 from visacc.models.llamagen.text import TextConditioner
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.shapes.captions import Sample
-from visacc.models.shapes.data import load_dataset, to_input
+from visacc.models.shapes.data import beside_objects, load_dataset, object_codes, to_input
 from visacc.models.shapes.text import (
     D_MODEL,
     MAX_WORDS,
@@ -51,19 +52,51 @@ GPT_CONFIG = GPTConfig(
 )
 
 
-@dataclass
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: warm-up, constant rates, linear decay to zero over the last `decay` of its steps.
+
+    object_weight: weight of the loss of tokens beside an object (see `data.beside_objects`).
+    """
+
+    steps: int
+    muon_lr: float
+    adam_lr: float
+    decay: float
+    object_weight: float = 1.0
+
+
+#: A first pass at a high rate, then a long decay that leans on the tokens that decide what is drawn.
+PHASES = (
+    Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, decay=0.4),
+    Phase(steps=1050, muon_lr=0.004, adam_lr=6e-4, decay=1.0, object_weight=3.0),
+)
+
+
+@dataclass(frozen=True)
 class GPTTraining:
     """Settings of one run."""
 
-    steps: int = 3000
+    phases: tuple[Phase, ...] = PHASES
     batch: int = 64
-    micro: int = 32
-    muon_lr: float = 0.01
-    adam_lr: float = 1.5e-3
+    micro: int = 16
+    workers: int = 2
     weight_decay: float = 0.01
     ema: float = 0.995
     save_every: int = 100
     seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> tuple[Phase, int]:
+        """The phase of a global step and the step within it."""
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase, step
+            step -= phase.steps
+        raise ValueError(f"step {step} lies behind the last phase")
 
 
 class TextToImage(nn.Module):
@@ -72,10 +105,10 @@ class TextToImage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gpt = GPT(GPT_CONFIG)
-        self.text: T5EncoderModel = build_encoder()
+        self.text: Any = build_encoder()
 
     def forward(self, codes: Tensor, words: Tensor, drop: Tensor) -> Tensor:
-        """Mean cross entropy of codes [B, 256] given word ids [B, n] of one length; drop bool [B].
+        """Cross entropy [B, 256] of codes [B, 256] given word ids [B, n] of one length; drop bool [B].
 
         The same law as GPT.forward with left-padded features and their mask: a padded slot is seen by nobody
         and prefix slots carry no position, so they can be left out altogether. That, and attention written as
@@ -100,7 +133,7 @@ class TextToImage(nn.Module):
             x = x + block.attention.wo(mixed.transpose(1, 2).flatten(2))
             x = x + block.feed_forward(block.ffn_norm(x))
         logits = gpt.output(gpt.norm(x[:, width - 1 :]))
-        return F.cross_entropy(logits.float().flatten(0, 1), codes.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), codes.flatten(), reduction="none").view_as(codes)
 
 
 def optimizers(model: TextToImage, settings: GPTTraining) -> list[torch.optim.Optimizer]:
@@ -110,9 +143,14 @@ def optimizers(model: TextToImage, settings: GPTTraining) -> list[torch.optim.Op
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
         torch.optim.Muon(
-            matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, adjust_lr_fn="original"
+            matrices,
+            lr=settings.phases[0].muon_lr,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="original",
         ),
-        torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.98), weight_decay=settings.weight_decay),
+        torch.optim.AdamW(
+            rest, lr=settings.phases[0].adam_lr, betas=(0.9, 0.98), weight_decay=settings.weight_decay
+        ),
     ]
 
 
@@ -137,48 +175,83 @@ def batches(lengths: Tensor, micro: int, seed: int, start: int) -> Iterator[Tens
         epoch += 1
 
 
+class Worker:
+    """A bfloat16 copy of the model for the passes; the optimizers work on float32 weights.
+
+    One single-threaded worker per core is faster than one model on all cores, and does not stall at every
+    operation when something else runs on the machine.
+    """
+
+    def __init__(self, model: TextToImage) -> None:
+        self.model = copy.deepcopy(model).to(torch.bfloat16)
+        self.parameters: list[Tensor] = list(self.model.parameters())
+
+    def run(self, values: list[Tensor], work: list[tuple[Tensor, ...]], extra: float) -> list[Tensor]:
+        """Losses [2] of the micro-batches (codes, words, drop, near): of all tokens and of those in `near`.
+
+        Tokens in `near` weigh 1 + `extra`; the gradients, summed, are then in `gradients`.
+        """
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, values)
+        self.model.zero_grad(set_to_none=True)
+        losses = []
+        for codes, words, drop, near in work:
+            loss = self.model(codes, words, drop)
+            weight = 1 + extra * near
+            ((loss * weight).sum() / weight.sum()).backward()
+            losses.append(torch.stack([loss.detach().mean(), loss.detach()[near].mean()]))
+        return losses
+
+    def gradients(self) -> list[Tensor]:
+        """One gradient per parameter."""
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+
+
 def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage:
     """Trains, or resumes, in `folder`; returns the model with averaged weights."""
     torch.manual_seed(settings.seed)
     model = TextToImage()
-    # The passes run on a bfloat16 copy, the optimizers on float32 weights.
-    fast = copy.deepcopy(model).to(torch.bfloat16)
+    workers = [Worker(model) for _ in range(settings.workers)]
+    pool = ThreadPoolExecutor(settings.workers, initializer=torch.set_num_threads, initargs=(1,))
     opts = optimizers(model, settings)
-    base = [[group["lr"] for group in opt.param_groups] for opt in opts]
     average = Average(model, settings.ema)
     codes, captions = load_dataset(dataset)
     words, mask = tokenize(build_tokenizer(), captions)
     lengths = mask.sum(1)
+    beside = beside_objects(codes, object_codes(dataset, codes, GPT_CONFIG.vocab_size))
     start = 0
     checkpoint = load_checkpoint(folder / "gpt.pt")
     if checkpoint is not None:
         model.load_state_dict(checkpoint["model"])
+        for worker in workers:
+            worker.model.load_state_dict(checkpoint["model"])
         for opt, state in zip(opts, checkpoint["optimizers"], strict=True):
             opt.load_state_dict(state)
         average.state, start = checkpoint["average"], checkpoint["step"]
     log = JsonLog(folder / "gpt.jsonl")
     parts = settings.batch // settings.micro
     order = batches(lengths, settings.micro, settings.seed, start * parts)
-    slow_params, fast_params = list(model.parameters()), list(fast.parameters())
-    fast.gpt.cls_embedding.load_state_dict(model.gpt.cls_embedding.state_dict())
+    slow_params: list[Tensor] = list(model.parameters())
     began, losses = time.time(), []
     for step in range(start, settings.steps):
-        factor = plateau(step, settings.steps)
-        for opt, rates in zip(opts, base, strict=True):
-            for group, rate in zip(opt.param_groups, rates, strict=True):
+        phase, within = settings.phase_at(step)
+        factor = plateau(within, phase.steps, decay=phase.decay)
+        for opt, rate in zip(opts, (phase.muon_lr, phase.adam_lr), strict=True):
+            for group in opt.param_groups:
                 group["lr"] = rate * factor
-        with torch.no_grad():
-            torch._foreach_copy_(fast_params, slow_params)
-        fast.zero_grad(set_to_none=True)
         g = torch.Generator().manual_seed(settings.seed * 10_000_019 + step)
-        for _ in range(parts):
-            pick = next(order)
-            drop = torch.rand(len(pick), generator=g) < GPT_CONFIG.class_dropout_prob
-            loss = fast(codes[pick], words[pick, : int(lengths[pick[0]])], drop)
-            (loss / parts).backward()
-            losses.append(loss.detach().float())
-        for slow, quick in zip(slow_params, fast_params, strict=True):
-            slow.grad = None if quick.grad is None else quick.grad.float()
+        picks = [next(order) for _ in range(parts)]
+        drops = [torch.rand(len(pick), generator=g) < GPT_CONFIG.class_dropout_prob for pick in picks]
+        work = [
+            (codes[p], words[p, : int(lengths[p[0]])], d, beside[p])
+            for p, d in zip(picks, drops, strict=True)
+        ]
+        shares = [work[i :: len(workers)] for i in range(len(workers))]
+        extra = [phase.object_weight - 1] * len(workers)
+        for partial in pool.map(Worker.run, workers, [slow_params] * len(workers), shares, extra):
+            losses += partial
+        for slow, *quick in zip(slow_params, *(worker.gradients() for worker in workers), strict=True):
+            slow.grad = torch.stack([gradient.float() for gradient in quick]).sum(0) / parts
         norm = torch.nn.utils.clip_grad_norm_(slow_params, 1.0)
         for opt in opts:
             opt.step()
@@ -187,7 +260,8 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
             log.write(
                 stage="gpt",
                 step=step + 1,
-                loss=torch.stack(losses).mean().item(),
+                loss=torch.stack(losses)[:, 0].mean().item(),
+                object_loss=torch.stack(losses)[:, 1].mean().item(),
                 grad=norm.item(),
                 seconds_per_step=(time.time() - began) / len(losses) * parts,
             )

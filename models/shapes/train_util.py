@@ -51,7 +51,7 @@ def schedule(step: int, total: int, warmup: int = 100, floor: float = 0.02) -> f
 
 def plateau(step: int, total: int, warmup: int = 60, decay: float = 0.4) -> float:
     """Learning-rate factor: linear warm-up, constant, linear to zero over the last `decay` of the steps."""
-    return min((step + 1) / warmup, 1.0, max(total - step, 0) / (decay * total))
+    return min((step + 1) / warmup, 1.0, (total - step) / (decay * total))
 
 
 class Average:
