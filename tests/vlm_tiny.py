@@ -105,8 +105,9 @@ def pixels(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
 
 
-def llava() -> Tiny:
-    config = tf.LlavaConfig(vision_config=clip(), text_config=tf.LlamaConfig(**TEXT), image_token_index=IMAGE)
+def llava(layers: int = 3) -> Tiny:
+    text = tf.LlamaConfig(**{**TEXT, "num_hidden_layers": layers})
+    config = tf.LlavaConfig(vision_config=clip(), text_config=text, image_token_index=IMAGE)
     ids, mask = prompts(4)
     inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels(2, 3, 16, 16)}
     return Tiny("llava", scaled(tf.LlavaForConditionalGeneration(config)), inputs)

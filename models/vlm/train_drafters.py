@@ -41,7 +41,7 @@ def drafter_config(method: str, target: VLMTarget) -> DrafterConfig:
     values: dict[str, Any] = {
         "method": method,
         "hidden_size": target.hidden_size,
-        "intermediate_size": 256,
+        "intermediate_size": 128,
         "num_heads": 4,
         "kv_heads": 4,
         "head_dim": target.hidden_size // 4,
@@ -51,7 +51,7 @@ def drafter_config(method: str, target: VLMTarget) -> DrafterConfig:
         "tree": TREES[method],
     }
     if method == "flash":
-        values.update(heads_ahead=5, latents=8, intermediate_size=512)
+        values.update(heads_ahead=5, latents=8, intermediate_size=256)
     return DrafterConfig(**values)
 
 

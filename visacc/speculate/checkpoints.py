@@ -154,7 +154,7 @@ def infer_config(
             tree={"kind": "block", "ahead": out // hidden, "budget": 30},
         )
     if method == "eagle3":
-        values.update(_eagle3(raw, tensors, scaling))
+        values.update(_eagle3({**raw, **overrides}, tensors, scaling))
     values.update(overrides)
     return DrafterConfig(**values)
 
@@ -163,8 +163,10 @@ def _eagle3(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fields only EAGLE-3 files have (SpecForge and speculators)."""
-    taps = raw.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_config", {}).get(
-        "eagle_aux_hidden_state_layer_ids"
+    taps = (
+        raw.get("taps")
+        or raw.get("eagle_aux_hidden_state_layer_ids")
+        or raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     )
     layers = raw.get("target_num_hidden_layers")
     if not taps and layers:

@@ -85,7 +85,12 @@ def caption(
         dtype=_dtype(dtype),
     )
     failed = tokens = steps = 0
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     options["repetition_penalty"] = repetition_penalty
     sink = out.open("a") if out is not None else None
     try:

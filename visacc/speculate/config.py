@@ -67,6 +67,11 @@ class DrafterConfig:
             raise ValueError(f"heads_ahead must be at least 1, got {self.heads_ahead}")
         if not 0 < self.prune <= 1:
             raise ValueError(f"prune must lie in (0, 1], got {self.prune}")
+        if self.target_hidden_size not in (0, self.hidden_size):
+            raise ValueError(
+                f"a drafter of width {self.hidden_size} for a target of width {self.target_hidden_size} needs an embedding"
+                " of its own, which is not supported"
+            )
         if self.method == "eagle3" and len(self.taps) != 3:
             raise ValueError(f"eagle3 reads three target layers, got taps={self.taps}")
 

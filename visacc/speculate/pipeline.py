@@ -252,12 +252,14 @@ def load_vlm(name: str, *, device: str | None = None, dtype: torch.dtype | None 
         from visacc.models.vlm.captioner import load_captioner
 
         model, processor = load_captioner()
-        return model.to(device or "cpu", dtype or torch.float32), processor
+        model.to(device or "cpu", dtype or torch.float32)
+        return model, processor
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from visacc.models.vlm.families import family_of
 
     family_of(AutoConfig.from_pretrained(name))  # refuse before the weights are read
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or "auto").to(where).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or "auto")
+    model.to(where).eval()
     return model, AutoProcessor.from_pretrained(name)
