@@ -39,7 +39,9 @@ def test_gumbel_exact_equals_ar_on_a_real_network(model, window):
     assert ar.stats.steps.tolist() == [36] * 4
 
 
-@pytest.mark.parametrize("decoder", [AR(), SJD(8), MCSJD(8), MCSJD(8, "maximal"), MCSJD(8, "gumbel")], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "decoder", [AR(), SJD(8), MCSJD(8), MCSJD(8, "maximal"), MCSJD(8, "gumbel")], ids=lambda d: d.name
+)
 def test_same_seed_same_image_alone_and_in_a_batch(model, decoder):
     seeds = [3, 1, 4, 15, 9]
     together = run(model, decoder, seeds)
