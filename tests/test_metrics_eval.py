@@ -202,7 +202,7 @@ def _child(output: Path, rank: int, size: int, port: int, pause: float) -> None:
         config(output),
         world=join("cpu"),
         quiet=True,
-        build=lambda c, cell, device: StandIn(cell.decoder, pause, **cell.options),
+        build=lambda cell: StandIn(cell.decoder, pause, **cell.options),
     )
 
 

@@ -99,20 +99,34 @@ def guard_model(folder: Path, pipe: Any) -> None:
         raise ValueError(f"{folder} was begun with other weights of this model; use another output folder")
 
 
-def build_pipeline(config: Config, cell: Cell, device: torch.device) -> Pipeline:
-    """visacc.load with the cell's decoder, or the configured function(decoder=..., device=..., **options)."""
-    if config.pipeline is not None:
-        module, _, name = config.pipeline.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"pipeline {config.pipeline!r} cannot be imported: {error}") from error
-        return factory(decoder=cell.decoder, **{**config.model_options, "device": device}, **cell.options)
-    from visacc.load import load
+class Builder:
+    """Pipelines of a run's cells; the model is loaded once and given each cell's decoder in turn."""
 
-    options = {**config.model_options, "device": device}
-    known = {k: options.pop(k) for k in ("device", "dtype", "image_size") if k in options}
-    return load(config.model, decoder=cell.decoder, model_options=options or None, **known, **cell.options)
+    def __init__(self, config: Config, device: torch.device):
+        self.config, self.device = config, device
+        self._pipe: Any = None
+
+    def __call__(self, cell: Cell) -> Pipeline:
+        config = self.config
+        if config.pipeline is not None:
+            module, _, name = config.pipeline.partition(":")
+            try:
+                factory = getattr(importlib.import_module(module), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"pipeline {config.pipeline!r} cannot be imported: {error}") from error
+            options = {**config.model_options, "device": self.device}
+            return factory(decoder=cell.decoder, **options, **cell.options)
+        if self._pipe is None:
+            from visacc import load
+
+            options = {**config.model_options, "device": self.device}
+            known = {k: options.pop(k) for k in ("device", "dtype", "image_size") if k in options}
+            self._pipe = load(
+                config.model, decoder=cell.decoder, model_options=options or None, **known, **cell.options
+            )
+        else:
+            self._pipe.set_decoder(cell.decoder, **cell.options)
+        return self._pipe
 
 
 def record_steps(stats: Any, index: int) -> int | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from visacc.eval.config import Cell, Config
 from visacc.eval.files import locked, sweep, write_json, write_text
-from visacc.eval.generate import Images, Pipeline, build_pipeline, generate_cell
+from visacc.eval.generate import Builder, Images, Pipeline, generate_cell
 from visacc.eval.prompts import PromptSet, load_prompts
 from visacc.eval.score import Task, check_spec, geneval_results, metric_names, score
 from visacc.eval.table import Row, Speed, markdown
@@ -21,7 +22,7 @@ def run(
     *,
     world: World | None = None,
     quiet: bool = False,
-    build: Callable[[Config, Cell, Any], Pipeline] = build_pipeline,
+    build: Callable[[Cell], Pipeline] | None = None,
 ) -> list[Row]:
     """The whole run. Call it again after any interruption: finished work is kept, changed settings are
     refused.
@@ -42,6 +43,13 @@ def run(
 def _check(config: Config, prompts: PromptSet) -> None:
     """Refuse what cannot work before hours are spent on it."""
     total = len(prompts) * config.samples_per_prompt
+    if config.pipeline is None:
+        from visacc.registry import make_decoder
+
+        for cell in config.decoders:  # unknown names and options
+            make_decoder(
+                cell.decoder, **{k: v for k, v in cell.options.items() if (k, v) != ("window", "auto")}
+            )
     for spec in config.metrics:
         check_spec(spec)
         names = metric_names(spec)
@@ -63,9 +71,10 @@ def _run(
     config: Config,
     prompts: PromptSet,
     quiet: bool,
-    build: Callable[[Config, Cell, Any], Pipeline],
+    build: Callable[[Cell], Pipeline] | None,
 ) -> list[Row]:
     world.barrier()
+    make = build or Builder(config, world.device)
     for cell in config.decoders:
         generate_cell(
             world,
@@ -73,7 +82,7 @@ def _run(
             cell,
             prompts,
             config.output / cell.name,
-            lambda cell=cell: build(config, cell, world.device),  # type: ignore[misc]
+            partial(make, cell),
             quiet=quiet,
         )
     rows = []
