@@ -17,6 +17,8 @@ if not (_Path(__file__).parent / "models").exists() and (_root / "models" / "__i
 _EXPORTS = {
     "load": "visacc.loading",
     "TextToImagePipeline": "visacc.pipeline",
+    "TextToVideoPipeline": "visacc.video",
+    "VideoContinuationPipeline": "visacc.video",
     "Decoder": "visacc.decoders",
     "SamplingParams": "visacc.sampling",
     "attach": "visacc.integrations.attach",
@@ -28,6 +30,8 @@ __all__ = [
     "Decoder",
     "SamplingParams",
     "TextToImagePipeline",
+    "TextToVideoPipeline",
+    "VideoContinuationPipeline",
     "__version__",
     "attach",
     "load",
