@@ -1,12 +1,8 @@
 """Training of the shapes tokenizer: a small LlamaGen VQ, 64x64 pixels -> 16x16 codes.
 
-Reconstruction by L1 plus differences of neighbouring pixels (keeps edges and texture), objects weighted above
-background; no adversary. The first steps run without quantisation, k-means on the features then initialises the
-codebook, and codes that fall out of use are restarted from current features; both draw half of their points from
-objects, which cover a seventh of the area.
-
-The codes are kept local, because a code whose meaning depends on the far side of the picture is hard to predict:
-attention stays at zero in both halves, and so do the encoder's middle blocks.
+Reconstruction by L1 plus differences of neighbouring pixels (keeps edges and texture); no adversary. The first
+steps run without quantisation, k-means on the features then initialises the codebook, and codes that fall out
+of use are restarted from current features.
 """
 
 from __future__ import annotations
@@ -18,18 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visacc.models.llamagen.vq import AttnBlock, ResnetBlock, VQConfig, VQModel
+from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.shapes.data import render_images, to_input
 from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, save_atomic, schedule
 
 VQ_CONFIG = VQConfig(
-    ch=32,
-    ch_mult=(1, 1, 2),
-    num_res_blocks=1,
-    z_channels=64,
-    codebook_size=512,
-    codebook_dim=8,
-    norm_groups=8,
+    ch=32, ch_mult=(1, 1, 2), num_res_blocks=1, z_channels=64, codebook_size=512, codebook_dim=8
 )
 FIRST_SEED = 10_000_000
 
@@ -38,43 +28,21 @@ FIRST_SEED = 10_000_000
 class VQTraining:
     """Settings of one run."""
 
-    steps: int = 2400
+    steps: int = 2800
     batch: int = 16
     images: int = 20_000
     lr: float = 1.5e-3
     unquantised_steps: int = 200
     restart_every: int = 50
-    background: float = 0.35
     ema: float = 0.995
     seed: int = 0
 
 
-def object_mask(images: Tensor) -> Tensor:
-    """1 on and within two pixels of objects, else 0: float [B, 1, H, W] of pictures [B, 3, H, W] in [-1, 1]."""
-    light, chroma = images.mean(1, keepdim=True), images.amax(1, keepdim=True) - images.amin(1, keepdim=True)
-    inside = (chroma > 0.4) | (light < -0.6) | (light > 0.64)
-    return F.max_pool2d(inside.float(), 5, stride=1, padding=2)
-
-
-def reconstruction_loss(recon: Tensor, target: Tensor, background: float) -> Tensor:
-    """L1 + squared error + L1 of horizontal and vertical differences; background pixels count `background`."""
-    weight = background + (1 - background) * object_mask(target)
-    weight = weight / weight.mean()
+def reconstruction_loss(recon: Tensor, target: Tensor) -> Tensor:
+    """L1 + squared error + L1 of horizontal and vertical differences. Pictures [B, 3, H, W]."""
     diff = recon - target
-    edges = (diff.diff(dim=2).abs() * weight[:, :, 1:]).mean() + (
-        diff.diff(dim=3).abs() * weight[..., 1:]
-    ).mean()
-    return (weight * (diff.abs() + diff.square())).mean() + 0.5 * edges
-
-
-def freeze_distant_paths(model: VQModel) -> None:
-    """Sets attention everywhere and the encoder's middle blocks to the identity, for good."""
-    outputs = [module.proj_out for module in model.modules() if isinstance(module, AttnBlock)]
-    outputs += [block.conv2 for block in model.encoder.mid if isinstance(block, ResnetBlock)]
-    for layer in outputs:
-        for parameter in layer.parameters():
-            parameter.data.zero_()
-            parameter.requires_grad_(False)
+    edges = diff.diff(dim=2).abs().mean() + diff.diff(dim=3).abs().mean()
+    return diff.abs().mean() + diff.square().mean() + 0.5 * edges
 
 
 @torch.no_grad()
@@ -97,16 +65,6 @@ def _features(model: VQModel, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _balanced_points(model: VQModel, images: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Unit features [count, C] of pictures, half of them from patches that touch an object."""
-    points = _features(model, images).movedim(1, -1).flatten(0, -2)
-    step = model.config.downsample
-    touched = F.max_pool2d(object_mask(images), step, step).flatten()
-    law = torch.where(touched > 0, 0.5 / touched.sum().clamp(min=1), 0.5 / (1 - touched).sum().clamp(min=1))
-    return points[torch.multinomial(law, count, replacement=True, generator=generator)]
-
-
-@torch.no_grad()
 def _restart_dead_codes(
     model: VQModel,
     usage: Tensor,
@@ -114,12 +72,13 @@ def _restart_dead_codes(
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
 ) -> int:
-    # Also codes used less than a twentieth of the average: they hardly ever learn.
-    dead = usage < 0.05 * usage.mean()
+    dead = usage == 0
     number = int(dead.sum())
     if number:
+        points = _features(model, images).movedim(1, -1).flatten(0, -2)
+        pick = torch.randint(len(points), (number,), generator=generator)
         weight = model.quantize.embedding.weight
-        weight[dead] = _balanced_points(model, images, number, generator)
+        weight[dead] = points[pick]
         for value in optimizer.state.get(weight, {}).values():
             if torch.is_tensor(value) and value.shape == weight.shape:
                 value[dead] = 0
@@ -131,9 +90,7 @@ def train_vq(folder: Path, settings: VQTraining) -> VQModel:
     torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
     model = VQModel(VQ_CONFIG).to(memory_format=torch.channels_last)
-    freeze_distant_paths(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
     average = Average(model, settings.ema)
     usage = torch.zeros(VQ_CONFIG.codebook_size)
     start = 0
@@ -152,25 +109,23 @@ def train_vq(folder: Path, settings: VQTraining) -> VQModel:
         target = to_input(images[pick.numpy()])
         if step == settings.unquantised_steps:
             with torch.no_grad():
-                wide = torch.randint(len(images), (160,), generator=generator)
-                points = _balanced_points(model, to_input(images[wide.numpy()]), 30_000, generator)
+                wide = torch.randint(len(images), (128,), generator=generator)
+                points = _features(model, to_input(images[wide.numpy()])).movedim(1, -1).flatten(0, -2)
                 model.quantize.embedding.weight.copy_(kmeans(points, VQ_CONFIG.codebook_size, generator))
             average = Average(model, settings.ema)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * schedule(step, settings.steps)
         if step < settings.unquantised_steps:
             recon = model.decode(_features(model, target))
-            loss = reconstruction_loss(recon, target, settings.background)
+            loss = reconstruction_loss(recon, target)
         else:
             out = model(target)
             recon = out.recon
             usage += torch.bincount(out.codes.flatten(), minlength=VQ_CONFIG.codebook_size)
-            loss = (
-                reconstruction_loss(recon, target, settings.background) + out.codebook_loss + out.commit_loss
-            )
+            loss = reconstruction_loss(recon, target) + out.codebook_loss + out.commit_loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average.update(model, max(step - settings.unquantised_steps, 0))
         if (step + 1) % settings.restart_every == 0:
