@@ -283,3 +283,24 @@ def test_embedded_extractor_needs_no_download_and_sees_damage() -> None:
     assert values[0] < values[2]
     with pytest.raises(ValueError, match="sides divisible by"):
         net(images[:1, :, :63])
+
+
+def test_clip_command_on_a_folder(tiny_clip: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from visacc.eval.cli import app
+
+    for i, image in enumerate(IMAGES):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{i}.png")
+    texts = ["a red apple", "two dogs", "a bench"]
+    (tmp_path / "p.txt").write_text("\n".join(texts))
+    out = tmp_path / "out.json"
+    arguments = ["clip", tmp_path, tmp_path / "p.txt", "--model", "visacc-tiny", "--weights", tiny_clip,
+                 "--device", "cpu", "--batch", 2, "--out", out, "--quiet"]  # fmt: skip
+    done = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert done.exit_code == 0, done.exception
+    score = json.loads(out.read_text())[0]
+    want = ClipScore(ClipModel("visacc-tiny", None, tiny_clip, "cpu"))
+    want.update(IMAGES, texts)
+    assert score["value"] == pytest.approx(want.compute().value, rel=1e-4)
+    assert score["protocol"]["settings"] == {"scale": "100cos"}
