@@ -15,9 +15,11 @@ from visacc.decoders.ar import AR
 from visacc.decoders.lpd import LPD
 from visacc.engine import DecodeResult, decode
 from visacc.models.fit import Fit
+from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.lpd import LPDConfig, LPDModel, load_lpd, lpd_group_sizes, lpd_order, training_lists
 from visacc.models.lpd.model import LPD as Net
 from visacc.models.lpd.train import train_lpd
+from visacc.pipeline import TextToImagePipeline
 from visacc.sampling import SamplingParams
 from visacc.train.cli import app as train_app
 
@@ -216,3 +218,23 @@ def test_train_command(tmp_path: Any) -> None:
     np.save(data / "codes.npy", np.full((8, 16), 9))
     result = CliRunner().invoke(train_app, command)
     assert "another tokenizer" in str(result.exception)
+
+
+def test_pipeline_with_given_codes() -> None:
+    vq = VQModel(
+        VQConfig(ch=8, ch_mult=(1, 1), num_res_blocks=1, z_channels=8, codebook_size=24, norm_groups=4)
+    )
+    model = build()
+    model.vq = vq.eval()
+    pipe = TextToImagePipeline(model, "lpd", steps=8, repulsion=1)
+    out = pipe([1, "dog"], guidance_scale=2.0, seed=3)
+    assert out.images[0].size == (12, 12)
+    assert out.stats.forwards == 8
+    known = out.codes[0, 0].clone()
+    known[2:4, 2:4] = -1
+    again = pipe(4, seed=5, known=known, steps=2)
+    kept = known >= 0
+    assert torch.equal(again.codes[0, 0][kept], known[kept])
+    assert again.stats.forwards == 2
+    with pytest.raises(ValueError, match="no option 'rho'"):
+        pipe(1, rho=2)
