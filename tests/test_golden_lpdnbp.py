@@ -417,6 +417,7 @@ def test_fvd_preprocessing() -> None:
     close(preprocess(pixels, VideoProtocol(frames=4, resize="stretch", size=20)), io["nbpre_out_20x20"], 1e-5)
 
 
+@pytest.mark.slow
 def test_fvd_i3d() -> None:
     cfg, io = config("fvd"), tensors("fvd")
     net = I3D().eval()
