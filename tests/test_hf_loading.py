@@ -278,6 +278,19 @@ def test_prompts_that_cannot_be(folders: dict[str, Path], tmp_path: Path) -> Non
         load_hf(folders["emu3"], grid=(40, 40)).encode(["a"])
 
 
+def test_tokenizer_from_elsewhere(folders: dict[str, Path], tmp_path: Path) -> None:
+    bare = copied(folders["emu3"], tmp_path / "bare")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / file).unlink()
+    elsewhere: Any = load_hf(bare, tokenizer=folders["emu3"])
+    assert elsewhere.prompt_ids("cat") == load_hf(folders["emu3"]).prompt_ids("cat")  # type: ignore[attr-defined]
+    remote = copied(folders["emu3"], tmp_path / "remote")
+    code = {"AutoTokenizer": ["tokenization_own.Own", None]}
+    edit(remote / "tokenizer_config.json", auto_map=code, tokenizer_class="Own")
+    (remote / "tokenizer.json").unlink()
+    refuse("pass it as tokenizer=", remote)
+
+
 def test_guidance_without_an_unconditional_branch(folders: dict[str, Path]) -> None:
     pipe = visacc.load(folders["glm-image"])
     with pytest.raises(

@@ -262,12 +262,22 @@ def test_bfloat16(family: str, folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("family", ["janus", "emu3", "chameleon"])
-@torch.inference_mode()
-def test_device_map(family: str, folders: dict[str, Path], models: dict[str, HFImageModel]) -> None:
-    pytest.importorskip("accelerate")
+def test_device_map_and_offload(
+    family: str, folders: dict[str, Path], models: dict[str, HFImageModel]
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
     mapped = load_hf(folders[family], device_map={"": "cpu"})
-    assert mapped.device.type == "cpu"
-    assert torch.equal(start(mapped)[1], start(models[family])[1])
+    sampling = SamplingParams(2.0, temperature=0)
+    plain = decode(models[family], make_decoder("sjd"), models[family].encode(PROMPTS), sampling, [1, 2])
+    pixels = models[family].decode(plain.codes)
+    for offload in (False, True):
+        if offload:
+            accelerate.cpu_offload(mapped.module, execution_device=torch.device("cpu"))
+            assert next(mapped.module.parameters()).is_meta
+        assert mapped.device.type == "cpu"
+        found = decode(mapped, make_decoder("sjd"), mapped.encode(PROMPTS), sampling, [1, 2])
+        assert torch.equal(found.sequence, plain.sequence)
+        assert torch.equal(mapped.decode(found.codes), pixels)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

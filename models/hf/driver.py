@@ -349,6 +349,7 @@ class HFImageModel(ImageModel):
             self._float_copy = (key, copy.deepcopy(module).float())
         return self._float_copy[1]
 
+    @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, 1, H, W] -> pixels [B, 3, H', W'] in [0, 1]."""
         return ((self.pixels(codes[:, 0]).float() + 1) / 2).clamp(0, 1)

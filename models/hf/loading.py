@@ -52,6 +52,7 @@ def load_hf(
             or file, ``False`` to do without (codes only), by default looked for beside the weights.
         attn_implementation: "sdpa", "eager" or "visacc_tree".
         device_map: passed to ``from_pretrained`` in place of ``device``.
+        tokenizer: object, folder or hub id, where it does not lie beside the weights.
         options: of the family's class, see there.
 
     Raises:
@@ -104,6 +105,8 @@ def load_hf(
     if kind == "glm-image":
         options.setdefault("processor", _beside(name_or_path, folder, revision, "AutoProcessor"))
     else:
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = _beside(tokenizer, *_place(tokenizer), "AutoTokenizer")
         tokenizer = tokenizer or _beside(name_or_path, folder, revision, "AutoTokenizer")
     adapter = cls(model, size=size, **({} if tokenizer is None else {"tokenizer": tokenizer}), **options)
     adapter.folder = folder
@@ -227,9 +230,23 @@ def _beside(name: str | Path, folder: Path | None, revision: str | None, auto: s
     else:
         roots = [(str(name), {"revision": revision})]
     source, options = roots[0]
-    return guarded(
-        name, lambda: getattr(transformers, auto).from_pretrained(source, padding_side="left", **options)
-    )
+    try:
+        loader = getattr(transformers, auto).from_pretrained
+        kept = {"padding_side": "left", "trust_remote_code": False, **options}
+        return guarded(name, lambda: loader(source, **kept))
+    except (KeyError, ValueError, ImportError) as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the tokenizer of {name} cannot be loaded ({reason}); load it yourself (code of its own needs"
+            " trust_remote_code=True) and pass it as tokenizer="
+        ) from error
+
+
+def _place(name: str | Path) -> tuple[Path | None, None]:
+    """(folder, revision) of a tokenizer of its own."""
+    return (Path(name) if Path(name).is_dir() else None), None
 
 
 def _has(folder: Path, auto: str) -> bool:
