@@ -36,7 +36,9 @@ def main(folder: Path = Path("runs/lpd"), threads: int = 2) -> None:
 
 
 @app.command()
-def train(dataset: _Dataset, first_seed: _FirstSeed, steps: int = 3000, batch: int = 32, limit: int = 60000) -> None:
+def train(
+    dataset: _Dataset, first_seed: _FirstSeed, steps: int = 3000, batch: int = 32, limit: int = 60000
+) -> None:
     """Train on the encoded data set, whose pictures have consecutive seeds from ``first-seed``."""
     codes, captions = load_dataset(dataset)
     codes, captions = codes[:limit], captions[:limit]
