@@ -23,12 +23,11 @@ class ChainVerdict:
     """Outcome of a chain.
 
     Attributes:
-        accepted: bool [B, N-1] each draft's own test (False beyond ``n_draft``). n_accepted: int64 [B]
-        length of the accepted run. next_token: int64 [B] the token after the run: residual draw at the
-        first rejection, or the fresh draw of
-            the slot behind the last draft.
-        coupled: int64 [B, N] per slot the draft where it passed, else its residual draw; the fresh draw
-        from slot
+        accepted: bool [B, N-1] each draft's own test (False beyond ``n_draft``).
+        n_accepted: int64 [B] length of the accepted run.
+        next_token: int64 [B] the token after the run: residual draw at the first rejection, or the fresh draw of the
+            slot behind the last draft.
+        coupled: int64 [B, N] per slot the draft where it passed, else its residual draw; the fresh draw from slot
             ``n_draft`` on. Under an exact rule each has law p of its slot.
     """
 
@@ -56,19 +55,18 @@ def verify_chain(
     """Judge a chain of drafts in every row of a batch.
 
     Args:
-        p: float32 [B, N, V], row k = law of the slot that draft k is for; the last row is the slot behind
-        all drafts. drafts: int64 [B, N-1]. n_draft: int64 [B] number of real drafts of the row, at most
-        N-1. fresh: int64 [B, N] tokens drawn from p independently of ``u`` and ``U`` (read at slot
-        ``n_draft``; with
+        p: float32 [B, N, V], row k = law of the slot that draft k is for; the last row is the slot behind all drafts.
+        drafts: int64 [B, N-1].
+        n_draft: int64 [B] number of real drafts of the row, at most N-1.
+        fresh: int64 [B, N] tokens drawn from p independently of ``u`` and ``U`` (read at slot ``n_draft``; with
             ``match``, and behind the first rejection without ``unbroken``, at every slot).
-        rule: how a draft is tested, see :mod:`visacc.verify.rules`. q, onehot: draft laws [B, N-1, V] and
-        which of them are point masses [B, N-1]; ``q=None`` means all. u, U: per draft a uniform in [0, 1)
-        and a 32-bit integer; not needed with ``match``. match: accept a draft iff it equals ``fresh``
-        (Gumbel-exact and greedy decoding); ``fresh`` replaces it. unbroken: also draw residuals behind the
-        first rejection (the maximal coupling of q and p); without it
+        rule: how a draft is tested, see :mod:`visacc.verify.rules`.
+        q, onehot: draft laws [B, N-1, V] and which of them are point masses [B, N-1]; ``q=None`` means all.
+        u, U: per draft a uniform in [0, 1) and a 32-bit integer; not needed with ``match``.
+        match: accept a draft iff it equals ``fresh`` (Gumbel-exact and greedy decoding); ``fresh`` replaces it.
+        unbroken: also draw residuals behind the first rejection (the maximal coupling of q and p); without it
             ``coupled`` holds ``fresh`` there.
-        validate: check values too (as VISACC_DEBUG=1 does everywhere): laws, uniforms, drafts that q
-        excludes.
+        validate: check values too (as VISACC_DEBUG=1 does everywhere): laws, uniforms, drafts that q excludes.
 
     Returns:
         ChainVerdict.
