@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from visacc.models.vlm.captioner import build_model, build_processor
 from visacc.models.vlm.scenes import caption, draw_scene, mirrored, picture, sample
+from visacc.speculate.bench import bench, print_table
 from visacc.speculate.cli import app
 from visacc.speculate.pipeline import CaptionPipeline
 
@@ -36,8 +37,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for i in range(3):
         files.append(path / f"{i}.png")
         Image.fromarray(picture(draw_scene(i))).save(files[-1])
-    (path / "broken.png").write_bytes(b"no picture")
-    return [*files, path / "broken.png"]
+    broken = tmp_path_factory.mktemp("broken") / "broken.png"
+    broken.write_bytes(b"no picture")
+    return [*files, broken]
 
 
 def test_rows_fail_alone(folder: Path, pictures: list[Path]) -> None:
@@ -108,3 +110,51 @@ def test_scenes_and_captions() -> None:
     words = set(build_processor().tokenizer.get_vocab())
     for i in range(40):
         assert set(caption(draw_scene(i)).split()) <= words
+
+
+def test_train_drafter_from_files(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
+    """``visacc train vlm-drafter``: harvest online, train, save; the result drafts for the same model."""
+    rows = [{"image": str(p), "prompt": "describe the image ."} for p in pictures[:3]] + [{"prompt": "red ."}]
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    options = [
+        "--target",
+        str(folder),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    ]
+    options += ["--steps", "2", "--batch-size", "2", "--held-out", "1", "--max-new-tokens", "6"]
+    done = CliRunner().invoke(app, ["train-drafter", "--method", "msd", *options])
+    assert done.exit_code == 0, done.output
+    log = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    assert log[-1]["tau"] >= 1
+    pipeline = CaptionPipeline(str(folder), speculator=tmp_path / "run" / "drafter", device="cpu")
+    row = pipeline([pictures[0]], "describe the image .", max_new_tokens=6)[0]
+    plain = CaptionPipeline(str(folder), speculator=None, device="cpu")
+    assert row.text == plain([pictures[0]], "describe the image .", max_new_tokens=6)[0].text
+
+
+def test_bench(folder: Path, pictures: list[Path]) -> None:
+    """The report compares drafters with three yardsticks and says what does not run."""
+    report = bench(
+        str(folder),
+        ["ngram"],
+        [0.0, 1.0],
+        images=pictures[0].parent,
+        count=2,
+        repeats=1,
+        max_new_tokens=8,
+        prompt="describe the image .",
+        device="cpu",
+    )
+    rows = {(r["temperature"], r["method"]): r for r in report["rows"]}
+    assert rows[0.0, "none"]["tau"] == 1
+    assert rows[0.0, "ngram"]["tokens"] == rows[0.0, "none"]["tokens"]
+    assert rows[1.0, "ngram"]["tokens_per_second_ratio_to_none"] > 0
+    for row in report["rows"]:
+        assert "failed" in row or row["tokens_per_second"] > 0
+    print_table(report)

@@ -13,7 +13,13 @@ from visacc.models.vlm.target import VLMTarget
 from visacc.speculate.checkpoints import load_drafter
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.harvest import Answered, OfflineStore, OnlineHarvester
-from visacc.speculate.losses import DraftBatch, DraftLoss, LossSpec, candidate_layers
+from visacc.speculate.losses import (
+    DraftBatch,
+    DraftLoss,
+    LossSpec,
+    attention_entropy,
+    candidate_layers,
+)
 from visacc.speculate.train import (
     DrafterTraining,
     default_config,
@@ -148,3 +154,30 @@ def test_curriculum(batch: DraftBatch) -> None:
 def test_candidate_layers() -> None:
     assert candidate_layers(32) == tuple(range(1, 11))
     assert candidate_layers(6) == (1,)
+
+
+def test_sharpest_layer_is_chosen() -> None:
+    """With several candidate layers the intermediate target follows the attention entropies, token by token."""
+    case = vlm_tiny.llava(layers=10)
+    target = VLMTarget(case.model)
+    assert candidate_layers(10) == (1, 2)
+    harvester = OnlineHarvester(target, answers="dataset", mid=True)
+    given = Answered(case.inputs, [[5, 6, 2], [7, 2]])
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        harvester(given)
+    case.model.set_attn_implementation("eager")
+    done = harvester(given)
+    assert done.mid is not None
+    with torch.no_grad():
+        out = target.text(
+            inputs_embeds=done.view.inputs_embeds[:1],
+            output_attentions=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+    entropy = torch.stack([attention_entropy(out.attentions[i])[0] for i in (1, 2)])
+    states = torch.stack([out.hidden_states[i][0] for i in (1, 2)])
+    best = entropy.argmin(0)
+    assert 0 < int(best.sum()) < len(best)
+    chosen = states[best, torch.arange(len(best))]
+    assert torch.allclose(done.mid[0], chosen, atol=1e-5)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from visacc.models.vlm.families import placeholder_ids
 from visacc.models.vlm.target import VLMTarget
 from visacc.speculate.loop import generate
 from visacc.speculate.losses import DraftBatch, attention_entropy, candidate_layers, entropy_choice
@@ -92,7 +93,7 @@ class OnlineHarvester:
                 self.target, None, None, batch.inputs, self.params, [0] * len(batch.inputs["input_ids"])
             )
             texts = [row[:n].tolist() for row, n in zip(result.ids, result.lengths.tolist(), strict=True)]
-            batch = Answered(batch.inputs, texts)
+            batch = Answered(batch.inputs, [self._written(text) for text in texts])
         inputs, answer = joined(batch, self.pad)
         inner = VLMTarget(self.target.model, tuple(sorted({*self.target.taps, *self.layers})))
         with torch.no_grad(), self._entropies() as entropies:
@@ -104,6 +105,11 @@ class OnlineHarvester:
             mid = choices[0] if len(choices) == 1 else entropy_choice(choices, entropies, self.layers)
         feats = TargetFeatures(done.feats.last, {i: taps[i] for i in self.target.taps})
         return DraftBatch(done.view, feats, answer.to(done.view.valid.device), mid)
+
+    def _written(self, text: list[int]) -> list[int]:
+        """The answer up to a placeholder token, which the model could not read back as text."""
+        ends = [text.index(p) for p in placeholder_ids(self.target.config) if p in text]
+        return text[: min(ends)] if ends else text
 
     @contextmanager
     def _entropies(self) -> Iterator[list[Tensor]]:

@@ -132,6 +132,7 @@ class _Run:
     stop: Stop | None
     on_tokens: Callable[[Tensor, Tensor], object] | None
     sampled: bool
+    ends: Tensor
     clock: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "target": 0.0})
 
     @property
@@ -182,8 +183,9 @@ def generate(
             f"a prompt of {longest} positions and max_new_tokens={params.max_new_tokens} exceed the model's context"
             f" of {target.context}"
         )
-    run = _Run(target, drafter, policy, params, stop, on_tokens, sampled_drafts)
     device = target.device
+    ends = torch.tensor(params.eos, dtype=torch.int64, device=device)
+    run = _Run(target, drafter, policy, params, stop, on_tokens, sampled_drafts, ends)
     check = 1 if stop is not None else check_every or (1 if device.type == "cpu" else 4)
     levels = 0 if policy is None else policy.levels
     scratch = 0 if policy is None else max(policy.slots, policy.scratch)
@@ -246,7 +248,7 @@ def _begin(run: _Run, view: PromptView, logits: Tensor, seeds: Sequence[int], sp
     ids = torch.full((batch, p.max_new_tokens + spare), p.pad, dtype=torch.int64, device=device)
     ids[:, 0] = root
     laws.add(root[:, None], zero == 0)
-    ends = _is_end(root[:, None], p)[:, 0] | (p.max_new_tokens == 1)
+    ends = _is_end(root[:, None], run.ends)[:, 0] | (p.max_new_tokens == 1)
     samples = torch.arange(batch, device=device)
     rows = _Rows(ids, torch.ones_like(root), ends, root, samples, noise, laws, view.input_ids, view.valid)
     if run.stop is not None:
@@ -256,10 +258,8 @@ def _begin(run: _Run, view: PromptView, logits: Tensor, seeds: Sequence[int], sp
     return rows
 
 
-def _is_end(tokens: Tensor, params: TextParams) -> Tensor:
-    if not params.eos:
-        return torch.zeros_like(tokens, dtype=torch.bool)
-    return torch.isin(tokens, torch.tensor(params.eos, device=tokens.device))
+def _is_end(tokens: Tensor, ends: Tensor) -> Tensor:
+    return (tokens[..., None] == ends).any(-1)
 
 
 def _step(run: _Run, rows: _Rows, state: DecodeState, draft: Any, final: _Final) -> None:
@@ -339,7 +339,7 @@ def _emit(run: _Run, rows: _Rows, path_tokens: Tensor, n: Tensor, next_root: Ten
     order = torch.arange(new.shape[1], device=new.device)
     new = torch.where(order == (n - 1)[:, None], next_root[:, None], new)
     offered = order < n[:, None]
-    ends = _is_end(new, p) & offered
+    ends = _is_end(new, run.ends) & offered
     before = ends.long().cumsum(1) - ends.long()  # ends strictly before
     keep = offered & (before == 0) & (rows.count[:, None] + order < p.max_new_tokens) & ~rows.done[:, None]
     gained = keep.sum(1)

@@ -251,9 +251,9 @@ def load_vlm(name: str, *, device: str | None = None, dtype: torch.dtype | None 
     if name == EMBEDDED:
         from visacc.models.vlm.captioner import load_captioner
 
-        model, processor = load_captioner()
-        model.to(device or "cpu", dtype or torch.float32)
-        return model, processor
+        captioner, processor = load_captioner()
+        captioner.to(device or "cpu", dtype or torch.float32)
+        return captioner, processor
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     from visacc.models.vlm.families import family_of
