@@ -87,7 +87,10 @@ def tensor_to_pil(image: Tensor) -> Image.Image:
 
 def _center_crop_lanczos_256(image: Image.Image) -> Image.Image:
     side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
+    left, top = (
+        round((image.width - side) / 2),
+        round((image.height - side) / 2),
+    )  # half to even, as torchvision
     return image.crop((left, top, left + side, top + side)).resize((256, 256), Image.Resampling.LANCZOS)
 
 

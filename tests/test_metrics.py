@@ -322,6 +322,21 @@ def test_mixed_sizes_are_refused_unless_asked_for(folder: Path) -> None:
     assert torch.equal(rows[3], alone[0])
 
 
+def test_gigagans_preparation() -> None:
+    """Centre square with torchvision's rounding (an odd margin of 3 starts at 2), then Lanczos to 256."""
+    from visacc.metrics.images import PREPARE
+
+    rng = np.random.default_rng(0)
+    for width, height, left, top in ((7, 4, 2, 0), (5, 4, 0, 0), (4, 11, 0, 4), (6, 6, 0, 0)):
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        side = min(width, height)
+        want = image.crop((left, top, left + side, top + side)).resize((256, 256), Image.Resampling.LANCZOS)
+        assert PREPARE["center-crop-lanczos-256"](image).tobytes() == want.tobytes()
+    small = PREPARE["bicubic-256"](Image.new("RGB", (384, 384), (10, 200, 30)))
+    assert small.size == (256, 256)
+    assert small.getpixel((9, 9)) == (10, 200, 30)
+
+
 def test_transparency_and_rotation(tmp_path: Path) -> None:
     Image.new("RGBA", (3, 2), (10, 20, 30, 0)).save(tmp_path / "a.png")
     assert load_image(tmp_path / "a.png").getpixel((0, 0)) == (10, 20, 30)
