@@ -176,7 +176,7 @@ class LlamaGen(ImageModel):
         return state, self._output(state, out.logits, out.hidden[0] if hidden else None)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self.gpt.output(hidden).float()
+        return self.gpt.output(hidden.to(self.gpt.output.weight.dtype)).float()
 
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         branches = state.branches

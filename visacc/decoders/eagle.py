@@ -92,7 +92,7 @@ class Eagle(Decoder):
     def check(self, model: ImageModel) -> None:
         super().check(model)
         if self._model is not model:
-            network = find_drafter(self.drafter, model).to(model.device)
+            network = find_drafter(self.drafter, model)
             check_target(network, model)
             self._model, self.network = model, network
             self._policy = _policy(self.tree or network.config.tree or DEFAULT_IMAGE_TREE)

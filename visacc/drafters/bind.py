@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,39 @@ _PROBES = 16
 
 
 def find_drafter(drafter: str | Path | EagleNetwork | None, model: ImageModel) -> EagleNetwork:
-    """The drafter object, the one in a folder, or the one that lies with the model.
+    """The drafter object, the one in a folder, or the one that lies with the model; on the model's device, in the
+    model's precision.
 
     Raises:
         ValueError: the model has no drafter of its own and none is named.
     """
+    weight = next(model.module.parameters())
     if isinstance(drafter, EagleNetwork):
-        return drafter
+        own = drafter.fc.weight
+        if (own.device, own.dtype) == (weight.device, weight.dtype):
+            return drafter
+        return copy.deepcopy(drafter).to(weight.device, weight.dtype)  # the caller's may be in training
     if drafter is not None:
-        return load_drafter(drafter)
+        return _load(Path(drafter), weight)
     folder = None if model.folder is None else model.folder / "drafter"
     if folder is None or not folder.is_dir():
         raise ValueError(
             f"{model.name} comes without a drafter: name one with drafter=FOLDER, or train one with"
             " 'visacc train drafter'"
         )
-    return load_drafter(folder)
+    return _load(folder, weight)
+
+
+def _load(folder: Path, weight: Tensor) -> EagleNetwork:
+    files = [f for f in folder.glob("*") if f.is_file()] if folder.is_dir() else []
+    stamp = max((f.stat().st_mtime_ns for f in files), default=0)
+    return _loaded(str(folder.resolve()), stamp, weight.device, weight.dtype)
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: str, stamp: int, device: torch.device, dtype: torch.dtype) -> EagleNetwork:
+    """Decoders are made anew for every call of a pipeline; their drafter is read once."""
+    return load_drafter(folder).to(device, dtype)
 
 
 @torch.no_grad()
