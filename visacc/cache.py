@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visacc.kernels import commit_kv
 from visacc.models.base import DecodeState, Proposal
 
 
@@ -68,13 +69,11 @@ def move_slots(state: DecodeState, keep: Tensor, path: Tensor) -> None:
 
     Entries at or beyond ``keep`` [B] are left alone. The gather is a copy, so source and target may overlap.
     """
-    order = torch.arange(path.shape[1], device=path.device)
-    source = torch.where(order < keep[:, None], path.clamp(min=0), order)
-    base = state.prefix + state.lengths[:, None]
-    source, target = base + source, (base + order).expand_as(source)
+    start = state.prefix + state.lengths
     if state.branches > 1:
-        source, target = source.repeat(state.branches, 1), target.repeat(state.branches, 1)
-    rows = torch.arange(source.shape[0], device=path.device)[:, None]
-    # advanced indices on rows and slots leave [rows, P, layers, 2, heads, dim]
-    by_row = state.kv.permute(2, 4, 0, 1, 3, 5)
-    by_row[rows, target] = by_row[rows, source]
+        path, keep, start = (
+            path.repeat(state.branches, 1),
+            keep.repeat(state.branches),
+            start.repeat(state.branches),
+        )
+    commit_kv(state.kv.view(-1, *state.kv.shape[2:]), path, keep, start)
