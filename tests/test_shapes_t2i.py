@@ -10,13 +10,15 @@ import torch
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
 from visacc.models.llamagen.text import TextConditioner, left_pad
 from visacc.models.shapes import ASSETS
-from visacc.models.shapes.captions import all_prompts, sample, vocabulary
+from visacc.models.shapes.captions import HELD_COUNTS, HELD_PAIRS, all_prompts, compose, sample, vocabulary
 from visacc.models.shapes.evaluate import evaluate, filtered, wilson
 from visacc.models.shapes.export import export, model_card
-from visacc.models.shapes.text import MAX_WORDS, build_tokenizer, tokenize
+from visacc.models.shapes.text import MAX_WORDS, build_encoder, build_tokenizer, tokenize
 from visacc.models.shapes.train_gpt import TextToImage, batches
+from visacc.models.shapes.train_text import Reader, meaning, taught, tune_text_encoder, understood
 from visacc.models.shapes.train_util import Average, plateau, schedule
 from visacc.models.shapes.train_vq import VQ_CONFIG, VQModel, kmeans
+from visacc.models.shapes.world import SHAPES
 
 FOLDER = ASSETS / "t2i"
 
@@ -106,6 +108,37 @@ def test_export_is_read_back_by_the_ordinary_loaders(tmp_path):
     assert codec.encode(image).shape == (1, 256)
 
 
+def test_meaning_reads_number_colour_and_place():
+    prompt = compose("position", ["circle", "star"], ["red", None], relation="left of")[1]
+    answers = dict(zip(SHAPES, meaning(prompt), strict=True))
+    assert answers["circle"] == [1, 1, 0, 1]
+    assert answers["star"] == [1, 0, 0, 2]
+    assert answers["cross"] == [0, 0, 0, 0]
+    below = dict(
+        zip(
+            SHAPES,
+            meaning(compose("position", ["cross", "star"], [None, None], relation="below")[1]),
+            strict=True,
+        )
+    )
+    assert below["cross"] == [1, 0, 2, 0] and below["star"] == [1, 0, 1, 0]
+    assert meaning(compose("counting", ["square"], [None], count=4)[1])[SHAPES.index("square")] == [
+        4,
+        0,
+        0,
+        0,
+    ]
+    assert sum(int((~mask).sum()) for mask in taught()) == len(HELD_PAIRS) + len(HELD_COUNTS)
+
+
+def test_tuning_teaches_the_text_encoder():
+    encoder = build_encoder()
+    reader = tune_text_encoder(encoder, steps=40, batch=32, captions=300)
+    prompts = [p for p in all_prompts() if p["tag"] == "single_object"]
+    fresh = understood(build_encoder(), Reader(), prompts)
+    assert understood(encoder, reader, prompts) > max(fresh, 0.5)
+
+
 def test_batches_have_one_length_and_resume_where_they_stopped():
     lengths = torch.tensor([3, 5, 3, 5, 3, 5, 3, 5, 9])
     plain, resumed = batches(lengths, 2, 0, 0), batches(lengths, 2, 0, 5)
@@ -116,7 +149,14 @@ def test_batches_have_one_length_and_resume_where_they_stopped():
 
 
 def test_schedules_averages_and_kmeans():
-    assert plateau(0, 1000) < plateau(100, 1000) == 1.0 > plateau(900, 1000) > plateau(999, 1000) > 0
+    assert (
+        plateau(0, 600, 400)
+        < plateau(100, 600, 400)
+        == 1.0
+        > plateau(900, 600, 400)
+        > plateau(999, 600, 400)
+        > 0
+    )
     assert schedule(0, 1000) < schedule(99, 1000) == 1.0 > schedule(999, 1000)
     layer = torch.nn.Linear(2, 2)
     average = Average(layer, 0.5)

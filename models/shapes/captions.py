@@ -167,13 +167,20 @@ def _draw_request(rng: np.random.Generator) -> tuple[str, Metadata, list[tuple[s
     return caption, metadata, kinds, relation, opening
 
 
-def sample(seed: int) -> Sample:
-    """The training pair of a seed; held-out combinations are drawn again until a permitted one comes."""
-    rng = np.random.default_rng(seed)
+def request(
+    rng: np.random.Generator,
+) -> tuple[str, Metadata, list[tuple[str, str]], str | None]:
+    """A random permitted request: caption, metadata, objects to draw, relation. Held-out ones are drawn again."""
     while True:
         caption, metadata, kinds, relation, opening = _draw_request(rng)
         if not is_held_out(metadata["tag"], opening, metadata):
-            break
+            return caption, metadata, kinds, relation
+
+
+def sample(seed: int) -> Sample:
+    """The training pair of a seed."""
+    rng = np.random.default_rng(seed)
+    caption, metadata, kinds, relation = request(rng)
     return Sample(caption, metadata, Scene(place(rng, kinds, relation), random_background(rng)))
 
 

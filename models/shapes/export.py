@@ -83,8 +83,9 @@ and relations).
 - Tokenizer: {vq["steps"]:,} steps of {vq["batch"]} pictures, no adversary; reconstruction
   {vq["psnr"]:.1f} dB, {vq["codes_used"]} of {vq["codebook"]} codes used; the detector reads {100 * vq["judge"]:.1f} %
   of {vq["judged"]} reconstructed scenes right.
-- GPT and text encoder jointly: {gpt["steps"]:,} steps of {gpt["batch"]} scenes, Muon and AdamW, caption dropout 0.1,
-  exponential average of the weights. Cross entropy of unseen scenes: {gpt["loss"]:.3f} nats per token
+- GPT and text encoder jointly: {gpt["steps"]:,} steps of {gpt["batch"]} scenes in three phases (`train_gpt.PHASES`), Muon
+  and AdamW, caption dropout 0.1, exponential average of the weights; before the last phase the text encoder is
+  tuned to the meaning of captions (`train_text`). Cross entropy of unseen scenes: {gpt["loss"]:.3f} nats per token
   (last training average {gpt["train_loss"]:.3f}).
 
 ## Measured

@@ -31,6 +31,7 @@ from visacc.models.shapes.text import (
     build_tokenizer,
     tokenize,
 )
+from visacc.models.shapes.train_text import tune_text_encoder
 from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, plateau, save_atomic
 from visacc.models.shapes.world import render
 
@@ -54,22 +55,27 @@ GPT_CONFIG = GPTConfig(
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training: warm-up, constant rates, linear decay to zero over the last `decay` of its steps.
+    """A stretch of training: warm-up, constant rates for `hold` steps, then linear to zero within `fade` steps.
 
     object_weight: weight of the loss of tokens beside an object (see `data.beside_objects`).
+    tune_text: first teach the text encoder what captions mean (see `train_text`).
     """
 
     steps: int
     muon_lr: float
     adam_lr: float
-    decay: float
+    hold: int
+    fade: int
     object_weight: float = 1.0
+    tune_text: bool = False
 
 
-#: A first pass at a high rate, then a long decay that leans on the tokens that decide what is drawn.
+#: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
+#: that knows what belongs to what and a long fade.
 PHASES = (
-    Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, decay=0.4),
-    Phase(steps=1050, muon_lr=0.004, adam_lr=6e-4, decay=1.0, object_weight=3.0),
+    Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
+    Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
+    Phase(steps=600, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, tune_text=True),
 )
 
 
@@ -235,7 +241,14 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     began, losses = time.time(), []
     for step in range(start, settings.steps):
         phase, within = settings.phase_at(step)
-        factor = plateau(within, phase.steps, decay=phase.decay)
+        if within == 0 and phase.tune_text:
+            tune_text_encoder(model.text)
+            average.state |= {
+                f"text.{name}": value.clone() for name, value in model.text.state_dict().items()
+            }
+            for parameter in model.text.parameters():
+                opts[1].state.pop(parameter, None)
+        factor = plateau(within, phase.hold, phase.fade)
         for opt, rate in zip(opts, (phase.muon_lr, phase.adam_lr), strict=True):
             for group in opt.param_groups:
                 group["lr"] = rate * factor

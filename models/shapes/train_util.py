@@ -49,9 +49,9 @@ def schedule(step: int, total: int, warmup: int = 100, floor: float = 0.02) -> f
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def plateau(step: int, total: int, warmup: int = 60, decay: float = 0.4) -> float:
-    """Learning-rate factor: linear warm-up, constant, linear to zero over the last `decay` of the steps."""
-    return min((step + 1) / warmup, 1.0, (total - step) / (decay * total))
+def plateau(step: int, hold: int, fade: int, warmup: int = 60) -> float:
+    """Learning-rate factor: linear warm-up, constant until `hold`, then linear to zero within `fade` steps."""
+    return min((step + 1) / warmup, 1.0, (hold + fade - step) / fade)
 
 
 class Average:
