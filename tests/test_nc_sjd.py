@@ -391,6 +391,16 @@ def test_calibration_measures_real_effects(full, monkeypatch):
     assert torch.equal(again.left, tables.left)
 
 
+def test_refinement_goes_on_from_the_measured_tables():
+    model = NeighbourModel(20, 6, 6, std=1.0)
+    options = {"contexts": 20, "codes": 8, "rank": 20}
+    measured, before = calibrate(model, [""], SamplingParams(), **options)
+    refined, after = calibrate(model, [""], SamplingParams(), refine=64, **options)
+    assert after.before == before.before
+    assert after.ratio[0] < before.ratio[0] and after.ratio[3] < before.ratio[3]
+    assert refined.rank == measured.rank
+
+
 def test_calibration_of_a_network_and_bad_input():
     model = tiny_llamagen(vocab=16)
     tables, staleness = calibrate(model, [1, 2], SamplingParams(guidance_scale=2.0), contexts=10, rank=4)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from visacc.decoders.ar import AR
+from visacc.decoders.nc_online import MAX_CODES, Learner
+from visacc.decoders.nc_sjd import NCSJD
 from visacc.decoders.neighbour_tables import IMAGE_OFFSETS, NeighbourTables, Offset, low_rank
 from visacc.engine import decode
 from visacc.models.base import Conditioning, DecodeState, ImageModel, ModelOutput, Proposal
@@ -47,6 +49,7 @@ def calibrate(
     contexts: int = 96,
     rank: int = 32,
     codes: int = 256,
+    refine: int = 0,
     seed: int = 0,
     rows: int = 64,
     offsets: tuple[Offset, ...] = IMAGE_OFFSETS,
@@ -61,6 +64,7 @@ def calibrate(
         sampling: the settings that will be decoded with (the tables are those of the guided raw logits).
         rank: of the factors.
         codes: codes tried per context: three quarters the most probable ones, the others random.
+        refine: images to decode afterwards with the tables, learning from what the passes show (up to 4096 codes).
         rows: codes tried per forward.
 
     Returns:
@@ -71,6 +75,8 @@ def calibrate(
     """
     if "grid" not in model.provides:
         raise ValueError(f"{model.name} has no token grid; neighbour tables need one")
+    if "tree_mask" not in model.provides:
+        raise ValueError(f"{model.name} takes no tree masks, which trying many codes at one position needs")
     if contexts < 8:
         raise ValueError(f"contexts must be at least 8, got {contexts}")
     vocab = model.layout.vocab
@@ -102,7 +108,33 @@ def calibrate(
     tables = NeighbourTables(offsets, left, right, sums.base(), model.fingerprint(), sampling.guidance_scale)
     tables.left *= _gate(tables, held)[:, None, None]
     tables.base -= _explained(model, sequences, tables)
+    if refine:
+        tables = _refined(model, tables, prompts, sampling, refine, seed + images)
     return tables, _staleness(tables, held, sampling)
+
+
+def _refined(
+    model: ImageModel,
+    tables: NeighbourTables,
+    prompts: Sequence[Any],
+    sampling: SamplingParams,
+    images: int,
+    seed: int,
+) -> NeighbourTables:
+    """The tables after learning from ``images`` decodes that use them."""
+    if model.layout.vocab > MAX_CODES:
+        raise ValueError(
+            f"refine learns V x V tables, for up to {MAX_CODES} codes; {model.name} has {model.layout.vocab}"
+        )
+    learner = Learner(model.layout.vocab, tables.offsets, model.device)
+    learner.start_from(tables)
+    for start in range(0, images, 8):
+        ids = range(start, min(start + 8, images))
+        cond = model.encode([prompts[i % len(prompts)] for i in ids])
+        decode(model, NCSJD(64, tables=learner, rank=tables.rank), cond, sampling, [seed + i for i in ids])
+    learned = learner.tables(tables.rank, tables.fingerprint, tables.guidance_scale)
+    assert learned is not None
+    return learned.to("cpu")
 
 
 @dataclass
@@ -214,7 +246,7 @@ def _effects(
     target = {o: int(t[0]) for o, n in enumerate(neighbours) if len(t := (n == slot).nonzero()[:, 0])}
     span = max(target.values()) - slot
     device = model.device
-    state, output = model.prefill(cond, guidance=sampling.guided, window=max(slot, span))
+    state, output = model.prefill(cond, guidance=sampling.guided, window=max(slot, rows * span))
     if slot:
         output = _run(model, state, sequence[None, :slot], 0)
         state.lengths = state.lengths + slot
@@ -224,16 +256,18 @@ def _effects(
     ids = _tried(law, int(sequence[slot]), codes, generator)
     wanted = torch.tensor([at - slot - 1 for at in target.values()], device=device)
     parts: list[Tensor] = []
-    state.select(torch.zeros(min(rows, len(ids)), dtype=torch.int64, device=device))
-    for start in range(0, len(ids), rows):
-        # the last forward repeats a code where the codes do not fill it
-        tried = ids[torch.arange(start, start + state.batch).clamp(max=len(ids) - 1)].to(device)
-        tokens = sequence[slot : slot + span].expand(state.batch, -1).clone()
-        tokens[:, 0] = tried
-        z = _guided(_run(model, state, tokens, slot, wanted), sampling)
-        if z.shape[1] > len(wanted):  # an adapter may return the logits of all nodes
-            z = z[:, wanted]
-        parts.append(z[: len(ids) - start].log_softmax(2).clamp(min=-30).cpu())
+    for tried in ids.split(rows):
+        # the codes are branches of one tree, so that they share the cache of the tokens before
+        branch = torch.arange(len(tried), device=device).repeat_interleave(span)
+        depth = torch.arange(span, device=device).repeat(len(tried))
+        tokens = sequence[slot + depth]
+        tokens[depth == 0] = tried.to(device)
+        visible = (branch[:, None] == branch) & (depth[:, None] >= depth)
+        live = torch.ones_like(tokens[None], dtype=torch.bool)
+        proposal = Proposal(tokens[None], slot + depth[None], live, visible=visible[None])
+        state.limit = min(state.prefix + slot + len(tokens), state.kv.shape[4])
+        z = _guided(model.forward(state, proposal), sampling)[0].unflatten(0, (len(tried), span))
+        parts.append(z[:, wanted].log_softmax(2).clamp(min=-30).cpu())
     logits = torch.cat(parts)
     return Effects(ids, law[ids], {o: logits[:, i] for i, o in enumerate(target)})
 
@@ -248,13 +282,11 @@ def _tried(law: Tensor, token: int, codes: int, generator: torch.Generator) -> T
     return torch.cat([order[:likely], others])[:codes]
 
 
-def _run(
-    model: ImageModel, state: DecodeState, tokens: Tensor, start: int, outputs: Tensor | None = None
-) -> ModelOutput:
+def _run(model: ImageModel, state: DecodeState, tokens: Tensor, start: int) -> ModelOutput:
     position = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     state.limit = min(state.prefix + start + tokens.shape[1], state.kv.shape[4])
     live = torch.ones_like(tokens, dtype=torch.bool)
-    return model.forward(state, Proposal(tokens, position, live, outputs=outputs))
+    return model.forward(state, Proposal(tokens, position, live))
 
 
 def _guided(output: ModelOutput, sampling: SamplingParams) -> Tensor:

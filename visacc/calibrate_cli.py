@@ -17,6 +17,7 @@ def calibrate(
     decoder: Annotated[str, typer.Option(help="Decoder to calibrate for; only nc-sjd needs it.")] = "nc-sjd",
     contexts: Annotated[int, typer.Option(help="Positions to measure.")] = 96,
     codes: Annotated[int, typer.Option(help="Codes tried at each position.")] = 256,
+    refine: Annotated[int, typer.Option(help="Images to decode and learn from afterwards.")] = 0,
     rank: Annotated[int, typer.Option(help="Rank of the tables.")] = 32,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; default: beside the model's weights.")
@@ -60,6 +61,7 @@ def calibrate(
             contexts=contexts,
             rank=rank,
             codes=codes,
+            refine=refine,
             seed=seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

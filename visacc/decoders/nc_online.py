@@ -65,18 +65,26 @@ class Learner:
     def device(self) -> torch.device:
         return self.full.device
 
+    def start_from(self, tables: NeighbourTables, visits: float = 16.0) -> None:
+        """Begin with measured tables, trusted as much as that many observations of each row."""
+        self.full = (tables.left @ tables.right).to(self.device)
+        self.visits.fill_(visits)
+        self._cross.fill_(1.0)
+        self._square.fill_(1.0)
+        self._frozen = tables.to(self.device)
+
     @property
     def gate(self) -> Tensor:
         """float32 [O]: factor with which each offset's table is used."""
         return torch.where(self._square > 0, self._cross / self._square.clamp(min=1e-12), 0).clamp(0, 1)
 
     def tables(self, rank: int, fingerprint: str, guidance_scale: float) -> NeighbourTables | None:
-        """What has been learned so far as low-rank tables, ``None`` before the first observation.
+        """What has been learned so far as low-rank tables; before the first observation what it started from, or ``None``.
 
         Renewed once a tenth more has been seen; the caller may keep the object, it never changes.
         """
         if not self.passes:
-            return None
+            return self._frozen
         if self._frozen is None or self._frozen.rank != rank or self.passes > 1.1 * self._frozen_at:
             left, right = low_rank(self.full * self.gate[:, None, None], min(rank, self.vocab))
             share = (self._seen / self._positions.clamp(min=1)).float()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from visacc.engine import Run
 
 log = logging.getLogger(__name__)
+_NOTICES: WeakKeyDictionary[ImageModel, set[str]] = WeakKeyDictionary()
 
 
 class NCSJD(Jacobi):
@@ -45,9 +47,9 @@ class NCSJD(Jacobi):
     Args:
         window: tokens read per pass.
         coupling: ``maximal``, ``gumbel`` or ``gumbel-exact`` (token for token plain AR with the same seed).
-        tables: a file of :class:`NeighbourTables`, the object itself, "online" (learned from earlier decodes with this
-            model), or "auto": the file beside the checkpoint (``neighbours.safetensors``), and "online" where there is
-            none.
+        tables: a file of :class:`NeighbourTables`, the object itself, a learner to go on with, "online" (learned from
+            earlier decodes with this model), or "auto": the file beside the checkpoint (``neighbours.safetensors``), and
+            "online" where there is none.
         passes: passes of the sweep.
         fresh: how fresh positions are drafted: ``tables`` (additive neighbour model), or an initialisation of
             :mod:`visacc.decoders.window_init`.
@@ -66,7 +68,7 @@ class NCSJD(Jacobi):
         self,
         window: int = 32,
         coupling: str = "maximal",
-        tables: str | Path | NeighbourTables = "auto",
+        tables: str | Path | NeighbourTables | Learner = "auto",
         passes: int = 4,
         fresh: str = "tables",
         online: bool = True,
@@ -86,7 +88,7 @@ class NCSJD(Jacobi):
         self._checked: ImageModel | None = None
 
     def options(self) -> dict[str, Any]:
-        where = "given" if isinstance(self.source, NeighbourTables) else str(self.source)
+        where = "given" if isinstance(self.source, (NeighbourTables, Learner)) else str(self.source)
         return {
             "window": self.window,
             "coupling": self.coupling,
@@ -110,6 +112,9 @@ class NCSJD(Jacobi):
         self._learns = False
         if isinstance(self.source, NeighbourTables):
             return self.source
+        if isinstance(self.source, Learner):
+            self._learns = True
+            return None
         vocab = model.layout.vocab
         if str(self.source) == "online":
             if vocab > MAX_CODES:
@@ -152,13 +157,15 @@ class NCSJD(Jacobi):
 
     def begin(self, run: Run, law: Tensor) -> Tensor:
         if self._learns:
-            self._learner = learner_for(run.model, run.sampling, IMAGE_OFFSETS)
+            given = self.source if isinstance(self.source, Learner) else None
+            self._learner = given or learner_for(run.model, run.sampling, IMAGE_OFFSETS)
             self._tables = self._learner.tables(
                 self.rank, run.model.fingerprint(), run.sampling.guidance_scale
             )
         first = super().begin(run, law)
         if self._tables is not None or self._learner is not None:
-            offsets = IMAGE_OFFSETS if self._tables is None else self._tables.offsets
+            offsets = self._learner.offsets if self._tables is None and self._learner else IMAGE_OFFSETS
+            offsets = offsets if self._tables is None else self._tables.offsets
             neighbour = neighbour_slots(run.layout, offsets).to(run.device)
             self._neighbour, self._has = neighbour.clamp(min=0), neighbour >= 0
         self._heat = 1 / run.sampling.temperature if run.sampling.temperature > 0 else 0.0
