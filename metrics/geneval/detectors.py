@@ -32,9 +32,11 @@ class Detector(Protocol):
     """id: network, weights and preprocessing. options: GenEval thresholds this detector is calibrated for."""
 
     id: str
-    classes: Sequence[str]
     options: Options
     knows_colours: bool
+
+    @property
+    def classes(self) -> Sequence[str]: ...
 
     def __call__(self, images: Sequence[Image.Image]) -> list[Detections]: ...
 

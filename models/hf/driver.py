@@ -335,7 +335,7 @@ class HFImageModel(ImageModel):
 
     # -- pixels ------------------------------------------------------------------------------------
 
-    def float_module(self, module: nn.Module) -> nn.Module:
+    def float_module(self, module: nn.Module) -> Any:
         """The module in float32: itself where it is, else a copy kept for later calls.
 
         Pixel decoders run in float32 whatever the language model runs in: bfloat16 moves pixels by grey

@@ -19,9 +19,7 @@ from visacc.models.hf.lumina import Lumina
 from visacc.models.hf.settings import own_settings
 from visacc.models.hf.taming import FILE, TamingDecoder, find_decoder, read_decoder
 
-FAMILIES: dict[str, type[HFImageModel]] = {
-    cls.family: cls for cls in (Janus, Emu3, Emu35, Chameleon, Lumina, GlmImage)
-}
+FAMILIES: dict[str, Any] = {cls.family: cls for cls in (Janus, Emu3, Emu35, Chameleon, Lumina, GlmImage)}
 EMU35_TOKENIZER = "BAAI/Emu3.5-VisionTokenizer"
 _NEEDS_VQ = ("chameleon", "lumina-mgpt", "emu3.5")
 

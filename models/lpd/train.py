@@ -74,7 +74,7 @@ def caption_reader() -> Callable[[str], Tensor]:
     def read(text: str) -> Tensor:
         ids, _ = tokenize(tokenizer, [text])
         unknown = tokenizer.convert_tokens_to_ids("<unk>")
-        if bool((ids == unknown).any()):
+        if unknown in ids.flatten().tolist():
             raise ValueError(f"{text!r} has words that the shapes world does not know")
         return ids[0]
 

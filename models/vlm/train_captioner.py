@@ -86,7 +86,8 @@ def train(folder: Path, options: CaptionerTraining, processes: int = 2) -> Path:
     torch.manual_seed(options.seed)
     data = render_chunks(folder / "data", options.samples, processes=processes)
     model, processor = build_model(), build_processor()
-    heads = PatchHeads(model.config.vision_config.hidden_size)
+    vision: Any = model.config.vision_config
+    heads = PatchHeads(vision.hidden_size)
     texts = Texts(processor, model.config.image_seq_length)
     both = nn.ModuleDict({"model": model, "heads": heads})
     optimizer = torch.optim.AdamW(_groups(both, options.weight_decay), lr=options.lr, betas=(0.9, 0.98))

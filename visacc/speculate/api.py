@@ -224,7 +224,7 @@ def bind(drafter: Drafter, target: VLMTarget) -> None:
             f"this {drafter.config.method} drafter was trained for another target: {', '.join(wrong)}"
         )
     drafter.bind(target.embed, target.logits, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
-    drafter.to(device=target.device, dtype=target.head.weight.dtype).eval()  # type: ignore[call-overload]
+    drafter.to(device=target.device, dtype=target.head.weight.dtype).eval()  # type: ignore[call-overload,arg-type]
 
 
 def choose_policy(

@@ -35,7 +35,8 @@ def read_features(
     """
     batch, total = codes.shape
     options: dict[str, Any] = {"padding": padding} if padding else {}
-    state, prompt = model.prefill(cond, guidance=guidance, window=1, hidden=True, **options)
+    target: Any = model  # adapters with features take hidden=
+    state, prompt = target.prefill(cond, guidance=guidance, window=1, hidden=True, **options)
     order = torch.arange(total - 1, device=codes.device).expand(batch, -1)
     live = torch.ones_like(order, dtype=torch.bool)
     state.limit = state.prefix + total - 1

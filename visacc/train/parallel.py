@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -146,7 +146,12 @@ def nbp(
 
     where = _device(device)
     t, h, w = _numbers(grid)
-    shape = {"heads": heads, "grid": (t, h, w), "video_vocab": video_vocab, "text_vocab": text_vocab}
+    shape: dict[str, Any] = {
+        "heads": heads,
+        "grid": (t, h, w),
+        "video_vocab": video_vocab,
+        "text_vocab": text_vocab,
+    }
     try:
         model = to_next_block(load_nbp(start, block=1, **shape), block)
     except ValueError as error:
