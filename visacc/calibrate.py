@@ -46,9 +46,9 @@ def calibrate(
     prompts: Sequence[Any],
     sampling: SamplingParams,
     *,
-    contexts: int = 96,
+    contexts: int = 128,
     rank: int = 32,
-    codes: int = 256,
+    codes: int = 512,
     refine: int = 0,
     seed: int = 0,
     rows: int = 64,
@@ -150,8 +150,8 @@ class Effects:
 class EffectSums:
     """Weighted means of the centred effects, V x V per offset, or V x few where V is large.
 
-    A code's effect counts by its probability in the context: what a code does where it is out of place says little about
-    what it does where it belongs. Beyond ``FULL`` codes the first contexts only find the directions that effects take
+    A code's effect counts a little more where it is probable: what it does where it belongs is what matters, but averages
+    over many contexts matter more. Beyond ``FULL`` codes the first contexts only find the directions that effects take
     (one step of subspace iteration), the others are accumulated in these directions.
     """
 
@@ -172,7 +172,7 @@ class EffectSums:
 
     def add(self, found: Effects, token: int) -> None:
         """One context; ``token`` is the code that was really there."""
-        weight = found.law + 0.2 / self.vocab
+        weight = (found.law + 0.01 / self.vocab) ** FLATTENING
         for o, z in found.logits.items():
             effect = weight[:, None] * (z - (found.law[:, None] * z).sum(0) / found.law.sum())
             self.logits += z[(found.ids == token).nonzero()[0, 0]].double()
@@ -205,6 +205,9 @@ class EffectSums:
         """Mean log-probabilities [V]."""
         return (self.logits / max(self.count, 1)).float()
 
+
+FLATTENING = 0.25
+"""Power of a code's probability in a context with which its effect counts there (measured: 1 is clearly worse)."""
 
 PRIOR = 0.02
 """Pseudo-weight of a zero effect, as a part of the mean weight of a code."""

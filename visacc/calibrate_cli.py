@@ -15,8 +15,8 @@ def calibrate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts (or labels) to sample from.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="Text file with one prompt a line.")] = None,
     decoder: Annotated[str, typer.Option(help="Decoder to calibrate for; only nc-sjd needs it.")] = "nc-sjd",
-    contexts: Annotated[int, typer.Option(help="Positions to measure.")] = 96,
-    codes: Annotated[int, typer.Option(help="Codes tried at each position.")] = 256,
+    contexts: Annotated[int, typer.Option(help="Positions to measure.")] = 128,
+    codes: Annotated[int, typer.Option(help="Codes tried at each position.")] = 512,
     refine: Annotated[int, typer.Option(help="Images to decode and learn from afterwards.")] = 0,
     rank: Annotated[int, typer.Option(help="Rank of the tables.")] = 32,
     out: Annotated[
