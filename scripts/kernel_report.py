@@ -378,6 +378,9 @@ def main() -> int:
     bad = [f"{name}: {p}" for name, row in table.items() for p in row["problems"]]
     if args.check:
         kept = json.loads(TABLE.read_text())
+        if kept["triton"] != triton.__version__:
+            print(f"note: recorded with triton {kept['triton']}; register use and spills are not compared")
+            bad = [line for line in bad if "spills" not in line]
         for name, row in table.items():
             if name not in kept["kernels"]:
                 bad.append(f"{name}: not in {TABLE.name}; run with --write")

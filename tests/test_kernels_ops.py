@@ -86,6 +86,7 @@ def test_shapes_types_and_devices_are_checked() -> None:
 
 
 def test_backend_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     p = torch.ones(1, 2)
     assert choose(None, (p,)) == "reference"
     assert choose("triton", (p,)) == "triton"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "kernel_report.py"
 
 

@@ -32,6 +32,7 @@ from visacc.kernels import (
 )
 from visacc.kernels.dispatch import interpreting
 
+pytest.importorskip("triton")
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need Triton's interpreter or a GPU", allow_module_level=True)
 
