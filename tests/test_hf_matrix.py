@@ -15,6 +15,7 @@ from visacc.engine import DecodeResult, decode
 from visacc.integrations.matrix import DRAFTER, EXACT, LOSSY, NO, adapter_class, matrix
 from visacc.models.base import ImageModel
 from visacc.models.hf import GlmImage, load_hf
+from visacc.models.hf.glm_image import PreviewLayout
 from visacc.models.llamagen import LlamaGen
 from visacc.registry import make_decoder
 from visacc.sampling import SamplingParams
@@ -34,7 +35,12 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageModel]:
     root = tmp_path_factory.mktemp("matrix")
     found: dict[str, ImageModel] = {"llamagen": tiny_llamagen(grid=4)}
-    return found | {name: load_hf(build(root / name)) for name, build in hf_tiny.BUILDERS.items()}
+    found |= {name: load_hf(build(root / name)) for name, build in hf_tiny.BUILDERS.items()}
+    glm = found["glm-image"]
+    assert isinstance(glm, GlmImage)
+    # a real preview has about 256 codes; nine do here
+    found["glm-image"] = glm.with_layout(PreviewLayout((1, 4, 3), hf_tiny.CODES, preview=(3, 3)))
+    return found
 
 
 def run(model: ImageModel, decoder: Any, greedy: bool, seeds: tuple[int, int] = (3, 4)) -> DecodeResult:

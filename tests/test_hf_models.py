@@ -339,7 +339,7 @@ def test_preview_sizes_and_positions(models: dict[str, HFImageModel]) -> None:
         attention_mask=cond.data["mask"].long(),
     )
     table = inner.model._cached_decode_position_ids  # [B, 3, total + 1]
-    own = layout.position_table() + cond.data["mask"].sum(1)[:, None, None]
+    own = layout.position_table + cond.data["mask"].sum(1)[:, None, None]
     assert torch.equal(table[:, :, :-1], own)
 
 

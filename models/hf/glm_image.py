@@ -76,6 +76,7 @@ class PreviewLayout(Layout):
         above = (cell // width * rows // height) * columns + cell % width * columns // width
         return torch.cat([torch.full((self.n_preview,), -1), torch.where(large >= 0, above, -1)])
 
+    @cached_property
     def position_table(self) -> Tensor:
         """int64 [3, total]: (time, row, column) position of every slot, counted from the end of the
         prompt."""
@@ -122,7 +123,6 @@ class GlmImage(SharedVocabularyModel):
             kwargs.setdefault("tokenizer", getattr(processor, "tokenizer", None))
         layout = PreviewLayout((1, *cells), codes, preview=preview_grid(cells))
         super().__init__(model, layout, torch.arange(codes), **kwargs)
-        self._offsets = layout.position_table()
         self.settings = family_defaults(
             {"temperature": 0.9, "top_p": 0.75, "top_k": 50},
             model.generation_config,
@@ -172,7 +172,8 @@ class GlmImage(SharedVocabularyModel):
         return numbers.expand(3, -1, -1)
 
     def slot_positions(self, state: DecodeState, slots: Tensor) -> Tensor:
-        return self._offsets.to(slots.device)[:, slots] + state.extra["base"][:, None]
+        assert isinstance(self.layout, PreviewLayout)
+        return self.layout.position_table.to(slots.device)[:, slots] + state.extra["base"][:, None]
 
     def pixels(self, codes: Tensor) -> Tensor:
         raise ValueError(
