@@ -519,6 +519,42 @@ def test_decode_step_on_a_gpu_never_waits() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
+def test_mc_sjd_step_on_a_gpu_never_waits() -> None:
+    """Steps 3 to 20 of a real decode under the same detector; no periodic check falls among them."""
+    from tiny import tiny_llamagen
+
+    from visacc.decoders import Jacobi
+    from visacc.engine import StepInfo, decode
+    from visacc.sampling import SamplingParams
+
+    model = tiny_llamagen()
+    model.module.to("cuda")
+
+    def watch(info: StepInfo) -> bool:
+        if info.step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        if info.step == 20:
+            torch.cuda.set_sync_debug_mode("default")
+        return info.step < 21
+
+    sampling = SamplingParams(guidance_scale=2.0, top_k=8, temperature=0.9)
+    cond = model.encode([1, 2])
+    for seeds in ([0, 1], [2, 3]):  # the first decode compiles the kernels
+        try:
+            decode(
+                model,
+                Jacobi(window=4, coupling="maximal"),
+                cond,
+                sampling,
+                seeds,
+                callback=watch if seeds[0] else None,
+                check_every=1000 if seeds[0] else 1,
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_tree_verify_needs_consistent_q() -> None:
     tree, args = good_tree()
     given = (args["p"], tree.tokens, tree.parent, tree.live, tree.index)
