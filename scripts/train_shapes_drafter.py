@@ -23,16 +23,16 @@ from visacc.train.drafter import DrafterTraining, accepted_length, train_drafter
 from visacc.train.loss import LossSpec
 
 SETTINGS = DrafterTraining(
-    steps=1200,
-    batch=16,
+    steps=1000,
+    batch=8,
     lr=1.5e-3,
     loss=LossSpec(feature=0.2, law=0.3, guided=1.0, unroll=2, noise=0.0),
     pool=768,
-    reuse=1000,
+    reuse=100_000,
     precision="bf16",
     train_embedding=True,
-    tree="2x5",
-    eval_every=300,
+    tree="2x3",
+    eval_every=250,
     eval_prompts=16,
     save_every=100,
 )
@@ -45,11 +45,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--target", type=Path, default=ASSETS / "t2i", help="folder of the target")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps)
+    parser.add_argument("--init", type=Path, help="drafter folder to start from")
     args = parser.parse_args()
     settings = DrafterTraining(**{**SETTINGS.__dict__, "steps": args.steps})
     model = load_model(args.target)
     texts, held_out = training_prompts(model, None, settings.eval_prompts)
-    network = train_drafter(model, texts, held_out, args.out, settings)
+    network = train_drafter(model, texts, held_out, args.out, settings, init=args.init)
     sampling = SamplingParams.merge(model.defaults, {})
     found = accepted_length(model, network, held_out, sampling, tree=settings.tree)
     folder = args.target / "drafter"

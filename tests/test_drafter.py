@@ -172,6 +172,20 @@ def test_resumed_run_equals_an_uninterrupted_one(model, tmp_path):
     with pytest.raises(ValueError, match="other settings"):
         run(model, tmp_path / "cut", steps=4, seed=5)
     loaded = load_drafter(tmp_path / "cut" / "drafter")
+    for a, b in zip(resumed.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b)
+    settings = DrafterTraining(steps=1, batch=2, pool=8, lr=1e-12, eval_prompts=1, tree="chain-2")
+    init = tmp_path / "cut" / "drafter"
+    prompts = list(range(8))
+    warm = train_drafter(
+        model, prompts, [9], tmp_path / "warm", settings, SAMPLING, init=init, echo=lambda line: None
+    )
+    for a, b in zip(resumed.parameters(), warm.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="its grid is 4"):
+        train_drafter(
+            tiny_llamagen(grid=5, vocab=16), prompts, [9], tmp_path / "no", settings, SAMPLING, init=init
+        )
     assert loaded.config.target["name"] == "tiny"
     assert loaded.config.tree == "chain-2"
 

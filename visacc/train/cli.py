@@ -52,6 +52,7 @@ def drafter(
     top_p: Annotated[float | None, typer.Option(help="Top-p of the samples.")] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements of accepted length.")] = 250,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    init: Annotated[Path | None, typer.Option(help="Drafter folder to start from.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
@@ -83,7 +84,7 @@ def drafter(
     texts, kept = training_prompts(target, prompts, held_out)
     chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = SamplingParams.merge(target.defaults, chosen)
-    train_drafter(target, texts, kept, out, settings, sampling)
+    train_drafter(target, texts, kept, out, settings, sampling, init=init)
     print(f"drafter written to {out / 'drafter'}")
 
 

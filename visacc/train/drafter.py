@@ -19,7 +19,7 @@ from torch import Tensor
 
 from visacc.decoders.eagle import Eagle
 from visacc.drafters.bind import target_card
-from visacc.drafters.checkpoint import save_drafter
+from visacc.drafters.checkpoint import load_drafter, save_drafter
 from visacc.drafters.config import DrafterConfig
 from visacc.drafters.network import EagleNetwork
 from visacc.engine import decode
@@ -181,6 +181,7 @@ def train_drafter(
     settings: DrafterTraining | None = None,
     sampling: SamplingParams | None = None,
     *,
+    init: str | Path | None = None,
     echo: Any = print,
 ) -> EagleNetwork:
     """Train, or resume, in the folder ``out``; the finished drafter is written to ``out/drafter``.
@@ -188,6 +189,7 @@ def train_drafter(
     Args:
         held_out: prompts for the accepted length, not trained on.
         sampling: how the target samples; ``None`` takes the model's own defaults.
+        init: folder of a drafter to start from (of an earlier version of the target, say).
 
     Raises:
         ValueError: bad settings, no prompts, a held-out prompt among the training prompts, or a folder with a run of
@@ -206,7 +208,10 @@ def train_drafter(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     accelerator = _accelerator(settings)
-    network = new_drafter(model, settings).to(model.device)
+    network = new_drafter(model, settings)
+    if init is not None:
+        _start_from(network, init)
+    network.to(model.device)
     optim = optimizer(network, settings)
     start = _resume(out / "state.pt", network, optim, settings, model)
     prepared, optim = accelerator.prepare(network, optim)
@@ -261,6 +266,16 @@ def train_drafter(
     if accelerator.is_main_process:
         save_drafter(inner, out / "drafter")
     return inner.eval().requires_grad_(False)
+
+
+def _start_from(network: EagleNetwork, folder: str | Path) -> None:
+    """Take the weights of another drafter of the same shape."""
+    other = load_drafter(folder)
+    for name in ("hidden_size", "intermediate_size", "num_heads", "vocab_size", "prefix", "grid"):
+        ours, theirs = getattr(network.config, name), getattr(other.config, name)
+        if ours != theirs:
+            raise ValueError(f"{folder} cannot be the start: its {name} is {theirs}, this drafter's {ours}")
+    network.load_state_dict(other.state_dict())
 
 
 def _accelerator(settings: DrafterTraining) -> Any:
