@@ -133,7 +133,7 @@ def test_meaning_reads_number_colour_and_place():
 
 def test_tuning_teaches_the_text_encoder():
     encoder = build_encoder()
-    reader = tune_text_encoder(encoder, steps=40, batch=32, captions=300)
+    reader = tune_text_encoder(encoder, steps=120, batch=32, captions=300)
     prompts = [p for p in all_prompts() if p["tag"] == "single_object"]
     fresh = understood(build_encoder(), Reader(), prompts)
     assert understood(encoder, reader, prompts) > max(fresh, 0.5)
