@@ -28,7 +28,7 @@ IMAGES = torch.randint(0, 256, (3, 3, 40, 56), dtype=torch.uint8, generator=torc
 
 def test_registry() -> None:
     assert {"inception", "dinov2", "clip", "clip-cmmd", "vgg16", "efflite0", "timm"} <= set(extractor_names())
-    with pytest.raises(ValueError, match="unknown feature extractor 'incption'; known: .*clip"):
+    with pytest.raises(ValueError, match=r"unknown feature extractor 'incption'; known: .*clip"):
         create_extractor("incption")
     with pytest.raises(ValueError, match="exists already"):
         register_extractor("inception", lambda: None)

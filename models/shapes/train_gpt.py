@@ -121,10 +121,11 @@ class TextToImage(nn.Module):
         matrix products (on a CPU three times faster than the fused bfloat16 kernel), is why it stands here.
         """
         gpt, width = self.gpt, words.shape[1]
+        embedder: Any = gpt.cls_embedding
         features = self.text(input_ids=words).last_hidden_state
         null = gpt.null_condition(1)[:, MAX_WORDS - width :]
         features = torch.where(drop[:, None, None], null, features)
-        x = torch.cat([gpt.cls_embedding.cap_proj(features), gpt.tok_embeddings(codes[:, :-1])], dim=1)
+        x = torch.cat([embedder.cap_proj(features), gpt.tok_embeddings(codes[:, :-1])], dim=1)
         length = x.shape[1]
         turn = gpt.rope(x.device)[MAX_WORDS - width : MAX_WORDS - width + length, None]
         hidden_from = torch.ones(length, length, dtype=torch.bool).triu(1)
