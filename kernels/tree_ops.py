@@ -165,7 +165,10 @@ def tree_verify(
     max_children = max(T - 1, 1) if max_children is None else max_children
     width = T if width is None else width
     only_reference = group is not None or official is not None or details
-    if not only_reference and _kernel(backend, "tree_verify", p, T):
+    fast = _kernel(backend, "tree_verify", p, T)
+    if fast and group is not None:
+        warn_unsupported("tree_verify", "group tests on trees have no kernel")
+    if fast and not only_reference:
         path, n, token = launcher("tree_ratio").tree_verify(
             p, tokens, parent, live, u, U, q_rows, q_row_of, kind, companions, delta, growth, width
         )

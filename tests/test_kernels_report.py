@@ -36,3 +36,11 @@ def test_kernels_compile_for_sm90_without_spills() -> None:
     for dim in (64, 128):
         assert table[f"attention {dim} bf16 64 rows"]["mma"] == "wgmma"
         assert table[f"attention {dim} bf16 16 rows"]["mma"] == "mma.sync"
+
+
+@pytest.mark.slow
+def test_every_option_compiles() -> None:
+    """The compiler rejects constructs that the interpreter accepts, so every option is compiled once."""
+    done = run("--options")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("compiles:") > 40

@@ -133,11 +133,11 @@ def tree_verify(
         how = kind.gather(1, slot) if isinstance(kind, Tensor) else torch.full_like(slot, kind)
         point, without = how == POINT, how == WITHOUT_REPLACEMENT
         r_x = residual.gather(2, x[..., None]).squeeze(2)
-        q_x, left = torch.ones_like(r_x), torch.ones_like(r_x)
+        own, left = torch.ones_like(r_x), torch.ones_like(r_x)
         if q is not None and q_left is not None:
-            q_x = torch.where(point, 1.0, q.gather(2, x[..., None]).squeeze(2))
+            own = torch.where(point, 1.0, q.gather(2, x[..., None]).squeeze(2))
             left = torch.where(without, q_left, 1.0)
-        numerator = r_x
+        numerator, q_x = r_x, own
         near = used = None
         if companions is not None:
             near = companions[rows, slot]
@@ -161,6 +161,7 @@ def tree_verify(
             ratio = numerator * left / (q_x * total).clamp(min=TINY)
             ratios.scatter_(1, torch.where(tested, slot, T), ratio)
         open_ = open_ & ~passed
+        more = j + 1 < max_children
         residual, total = _reject(
             residual,
             total,
@@ -170,10 +171,11 @@ def tree_verify(
             failed,
             point,
             None if official is None or near is None or used is None else (official, near, used),
+            more,
         )
-        if q is not None and q_left is not None:
+        if more and q is not None and q_left is not None:
             spent = failed & without
-            q_left = torch.where(spent, (q_left - q_x).clamp(min=TINY), q_left)
+            q_left = torch.where(spent, (q_left - own).clamp(min=TINY), q_left)
             q.scatter_(2, x[..., None], q.gather(2, x[..., None]).masked_fill(spent[..., None], 0.0))
     path, n = tree_walk(flags[:, :T], parent, live, ancestors, depth, True, width)
     stop = path.gather(1, (n - 1)[:, None]).long()
@@ -194,10 +196,12 @@ def _reject(
     failed: Tensor,
     point: Tensor,
     official: tuple[str, Tensor, Tensor] | None,
+    need_total: bool,
 ) -> tuple[Tensor, Tensor]:
     """Residual after `failed` tests: x removed (point drafts), else max(r - q_i, 0) with r normalised.
 
-    A rejected x keeps no residual mass either way: rejection means r(x) < q_i(x).
+    A rejected x keeps no residual mass either way: rejection means r(x) < q_i(x). The new total mass is
+    computed only if another child may be tested against it.
     """
     at_x = x[..., None]
     if official is not None:
@@ -208,6 +212,8 @@ def _reject(
         residual = torch.where(dense[..., None], less, residual)
     r_x = residual.gather(2, at_x).squeeze(2)
     residual = residual.scatter(2, at_x, torch.where(failed, 0.0, r_x)[..., None])
+    if not need_total:
+        return residual, total
     reduced = torch.where(failed & point, total - r_x, total)
     if q is not None:
         mass = as_mass(integer_weights(residual).sum(2), residual.dtype)

@@ -195,7 +195,7 @@ def merge_kernel(
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     split = tl.arange(0, SPLITS)
-    stride = R.to(tl.int64)
+    stride = tl.zeros((), dtype=tl.int64) + R  # not R.to(): a launch with R = 1 passes a Python integer
     lse = tl.load(lse_ptr + split[:, None] * stride + r[None, :], mask=(r < R)[None, :], other=-float("inf"))
     top = tl.max(lse, 0)
     safe = tl.where(top == -float("inf"), 0.0, top)

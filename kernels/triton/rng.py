@@ -30,7 +30,7 @@ def philox_kernel(
     w3 = tl.load(c3_ptr + r * c3_r + c * c3_c, mask=mask, other=0).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, w0, w1, w2, w3)
     at = out_ptr + r * C + c
-    plane = R.to(tl.int64) * C
+    plane = (tl.zeros((), dtype=tl.int64) + R) * C  # not R.to(): a launch with R = 1 passes a Python integer
     tl.store(at, w0.to(tl.int64), mask=mask)
     tl.store(at + plane, w1.to(tl.int64), mask=mask)
     tl.store(at + 2 * plane, w2.to(tl.int64), mask=mask)
