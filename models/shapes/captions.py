@@ -7,6 +7,7 @@ list: every prompt in it contains a combination that no training caption contain
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,6 +183,71 @@ def sample(seed: int) -> Sample:
     rng = np.random.default_rng(seed)
     caption, metadata, kinds, relation = request(rng)
     return Sample(caption, metadata, Scene(place(rng, kinds, relation), random_background(rng)))
+
+
+def parse(caption: str) -> tuple[str, dict[str, Any]]:
+    """The task and the other arguments of `compose` that write a caption of this world.
+
+    ValueError for a text that `compose` does not write.
+    """
+    opening = next(text for text in sorted(OPENINGS, key=len, reverse=True) if caption.startswith(text))
+    words = caption[len(opening) :].split()
+    singular = {shape: shape for shape in SHAPES} | {plural(shape): shape for shape in SHAPES}
+    places = [i for i, word in enumerate(words) if word in singular]
+    shapes = [singular[words[i]] for i in places]
+    colours = [words[i - 1] if words[i - 1] in COLOURS else None for i in places]
+    middle = " ".join(words[places[0] + 1 : places[-1]]) if places else ""
+    for article_ in ("a", "an"):
+        middle = re.sub(rf" {article_}( \w+)?$", "", middle)
+    relation, variant, count = None, 0, 1
+    for number, forms in NUMBERS.items():
+        if words[0] in forms:
+            count, variant = number, forms.index(words[0])
+    for name, phrases in RELATION_PHRASES.items():
+        if middle in phrases:
+            relation, variant = name, phrases.index(middle)
+    if f" {middle} " in JOINS:
+        variant = JOINS.index(f" {middle} ")
+    if len(shapes) == 2:
+        tag = "position" if relation else "color_attr" if colours[0] else "two_object"
+    else:
+        tag = "counting" if count > 1 else "colors" if colours and colours[0] else "single_object"
+    arguments = {
+        "shapes": shapes,
+        "colours": colours,
+        "count": count,
+        "relation": relation,
+        "opening": opening,
+        "variant": variant,
+    }
+    if not 1 <= len(shapes) <= 2 or compose(tag, **arguments)[0] != caption:
+        raise ValueError(f"not a caption of the shapes world: {caption!r}")
+    return tag, arguments
+
+
+def altered(caption: str, rng: np.random.Generator) -> str:
+    """The caption with one thing said differently, in as many words: what its picture does not show.
+
+    Pairs: nouns exchanged where colours or places belong to them (half of the time), else another noun or
+    colour; counting: mostly another number. Never a held-out combination (drawn again).
+    """
+    tag, arguments = parse(caption)
+    palette = list(COLOURS)
+    while True:
+        shapes, colours, count = list(arguments["shapes"]), list(arguments["colours"]), arguments["count"]
+        i, coin = int(rng.integers(len(shapes))), rng.random()
+        if tag in ("position", "color_attr") and coin < 0.5:
+            shapes.reverse()
+        elif tag == "counting" and coin < 0.75:
+            count = int(rng.choice([n for n in NUMBERS if n != count]))
+        elif colours[i] and coin < 0.75:
+            colours[i] = str(rng.choice([c for c in palette if c not in colours]))
+        else:
+            shapes[i] = str(rng.choice([s for s in SHAPES if s not in shapes]))
+        changed = arguments | {"shapes": shapes, "colours": colours, "count": count}
+        text, metadata = compose(tag, **changed)
+        if not is_held_out(tag, arguments["opening"], metadata):
+            return text
 
 
 def scene_for(metadata: Metadata, seed: int) -> Scene:

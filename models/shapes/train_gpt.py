@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from visacc.models.llamagen.gpt import GPT, GPTConfig
 from visacc.models.llamagen.text import TextConditioner
 from visacc.models.llamagen.vq import VQModel
-from visacc.models.shapes.captions import Sample
+from visacc.models.shapes.captions import Sample, altered, parse
 from visacc.models.shapes.data import beside_objects, load_dataset, object_codes, to_input
 from visacc.models.shapes.text import (
     D_MODEL,
@@ -59,6 +60,9 @@ class Phase:
 
     object_weight: weight of the loss of tokens beside an object (see `data.beside_objects`).
     tune_text: first teach the text encoder what captions mean (see `train_text`).
+    contrast: weight of a term that wants pictures less likely under a caption that says one thing differently
+        (`captions.altered`), after Condition Contrastive Alignment (arXiv 2410.09347): who is left, who is red,
+        how many. Left out for captions of one object, which the loss of tokens teaches well enough.
     """
 
     steps: int
@@ -68,6 +72,7 @@ class Phase:
     fade: int
     object_weight: float = 1.0
     tune_text: bool = False
+    contrast: float = 0.0
 
 
 #: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
@@ -75,7 +80,8 @@ class Phase:
 PHASES = (
     Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
     Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
-    Phase(steps=600, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, tune_text=True),
+    Phase(steps=500, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, tune_text=True),
+    Phase(steps=1300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06),
 )
 
 
@@ -193,20 +199,29 @@ class Worker:
         self.model = copy.deepcopy(model).to(torch.bfloat16)
         self.parameters: list[Tensor] = list(self.model.parameters())
 
-    def run(self, values: list[Tensor], work: list[tuple[Tensor, ...]], extra: float) -> list[Tensor]:
-        """Losses [2] of the micro-batches (codes, words, drop, near): of all tokens and of those in `near`.
+    def run(self, values: list[Tensor], work: list[tuple[Tensor, ...]], phase: Phase) -> list[Tensor]:
+        """Losses [3] of the micro-batches (codes, words, drop, near, altered words).
 
-        Tokens in `near` weigh 1 + `extra`; the gradients, summed, are then in `gradients`.
+        Mean cross entropy of all tokens and of those in `near`, and how often the caption beats its altered
+        form. The gradients of the phase's loss, summed, are then in `gradients`.
         """
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, values)
         self.model.zero_grad(set_to_none=True)
         losses = []
-        for codes, words, drop, near in work:
+        for codes, words, drop, near, others in work:
             loss = self.model(codes, words, drop)
-            weight = 1 + extra * near
-            ((loss * weight).sum() / weight.sum()).backward()
-            losses.append(torch.stack([loss.detach().mean(), loss.detach()[near].mean()]))
+            weight = 1 + (phase.object_weight - 1) * near
+            total = (loss * weight).sum() / weight.sum()
+            pairs = (others != words).any(1) & ~drop
+            won = torch.full((), float("nan"))
+            if phase.contrast and pairs.any():
+                other = self.model(codes[pairs], others[pairs], drop[pairs])
+                margin = (other - loss[pairs]).sum(1)
+                total = total + phase.contrast * F.softplus(-margin).sum() / len(codes)
+                won = (margin.detach() > 0).float().mean()
+            total.backward()
+            losses.append(torch.stack([loss.detach().mean(), loss.detach()[near].mean(), won]))
         return losses
 
     def gradients(self) -> list[Tensor]:
@@ -225,6 +240,9 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     codes, captions = load_dataset(dataset)
     words, mask = tokenize(build_tokenizer(), captions)
     lengths = mask.sum(1)
+    rng = np.random.default_rng(settings.seed)
+    others = [c if parse(c)[0] in ("single_object", "colors") else altered(c, rng) for c in captions]
+    other_words = tokenize(build_tokenizer(), others)[0]
     beside = beside_objects(codes, object_codes(dataset, codes, GPT_CONFIG.vocab_size))
     start = 0
     checkpoint = load_checkpoint(folder / "gpt.pt")
@@ -257,12 +275,11 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
         picks = [next(order) for _ in range(parts)]
         drops = [torch.rand(len(pick), generator=g) < GPT_CONFIG.class_dropout_prob for pick in picks]
         work = [
-            (codes[p], words[p, : int(lengths[p[0]])], d, beside[p])
-            for p, d in zip(picks, drops, strict=True)
+            (codes[p], words[p, :n], d, beside[p], other_words[p, :n])
+            for p, d, n in zip(picks, drops, (int(lengths[p[0]]) for p in picks), strict=True)
         ]
         shares = [work[i :: len(workers)] for i in range(len(workers))]
-        extra = [phase.object_weight - 1] * len(workers)
-        for partial in pool.map(Worker.run, workers, [slow_params] * len(workers), shares, extra):
+        for partial in pool.map(Worker.run, workers, repeat(slow_params), shares, repeat(phase)):
             losses += partial
         for slow, *quick in zip(slow_params, *(worker.gradients() for worker in workers), strict=True):
             slow.grad = torch.stack([gradient.float() for gradient in quick]).sum(0) / parts
@@ -276,6 +293,7 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
                 step=step + 1,
                 loss=torch.stack(losses)[:, 0].mean().item(),
                 object_loss=torch.stack(losses)[:, 1].mean().item(),
+                won=torch.stack(losses)[:, 2].nanmean().item(),
                 grad=norm.item(),
                 seconds_per_step=(time.time() - began) / len(losses) * parts,
             )
