@@ -72,7 +72,7 @@ def generate(
             batch_size=batch_size,
             progress=lambda done, total: bar.update(task, completed=done / total),
         )
-    _write(result, [t for t in texts for _ in range(count)], out, trace, pipe.model.layout)
+    _write(result, [t for t in texts for _ in range(count)], out, trace, pipe.model)
     stats = result.stats
     images = len(result.images)
     where = f"{images} image{'s' * (images > 1)} in {out}"
@@ -121,23 +121,32 @@ def _check_writable(folder: Path) -> None:
         raise ValueError(f"cannot write to the output folder {folder}: {error.strerror or error}") from None
 
 
-def _write(result: Any, prompts: list[str | int], out: Path, trace: bool, layout: Any) -> None:
+def _write(result: Any, prompts: list[str | int], out: Path, trace: bool, model: Any) -> None:
     from visacc.pictures import commit_map, contact_sheet, save_image, save_json
+    from visacc.traces import TRACED, encode_grid, environment
 
     digits = max(3, len(str(len(result.images))))
     names = [f"{i:0{digits}d}.png" for i in range(len(result.images))]
     for name, image in zip(names, result.images, strict=True):
         save_image(image, out / name)
     save_image(contact_sheet(result.images), out / "contact_sheet.png")
+    grids = model.layout.to_grid(result.stats.step_of)
     if trace:
-        grids = layout.to_grid(result.stats.step_of)[:, 0].numpy()
         for name, image, grid in zip(names, result.images, grids, strict=True):
-            save_image(commit_map(image, grid), out / f"trace_{name}")
-    images = [
+            save_image(commit_map(image, grid[0].numpy()), out / f"trace_{name}")
+    images: list[dict[str, Any]] = [
         {"file": name, "prompt": prompt, "seed": seed, "steps": steps}
         for name, prompt, seed, steps in zip(
             names, prompts, result.seeds, result.stats.steps.tolist(), strict=True
         )
     ]
-    record = {"command": sys.argv[1:], **result.settings, "stats": result.stats.summary(), "images": images}
+    for entry, grid in zip(images if trace else images[:TRACED], grids, strict=False):
+        entry["commit_steps"] = encode_grid(grid)
+    record = {
+        "command": sys.argv[1:],
+        **result.settings,
+        "environment": environment(model.device),
+        "stats": result.stats.summary(),
+        "images": images,
+    }
     save_json(record, out / "stats.json")

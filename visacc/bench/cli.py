@@ -40,6 +40,7 @@ def decoders(
     top_p: Annotated[float | None, typer.Option(help="Nucleus mass.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    pictures: Annotated[int, typer.Option(help="Pictures to keep of each decoder.")] = 16,
     plot: Annotated[bool, typer.Option(help="Draw the trade-off plot.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
 ) -> None:
@@ -62,6 +63,7 @@ def decoders(
         seed=seed,
         batch=batch_size,
         per_prompt=num_images,
+        pictures=pictures,
         say=(lambda text: None) if quiet else print,
     )
     paths = write(bench, out, with_plot=plot)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
 
 from visacc import __version__
 from visacc.bench.run import Bench, Row, spread, time_ratio
+from visacc.pictures import save_image, write_atomic
+from visacc.traces import encode_grid, environment
 
 
 def to_dict(bench: Bench) -> dict[str, Any]:
@@ -23,7 +29,8 @@ def to_dict(bench: Bench) -> dict[str, Any]:
         "sampling": bench.sampling,
         "images": bench.images,
         "batch": bench.batch,
-        "decoders": [_row(row, plain) for row in bench.rows],
+        "environment": environment(bench.device),
+        "decoders": [_row(row, plain) | _traces(bench, row) for row in bench.rows],
         "skipped": bench.skipped,
     }
 
@@ -64,6 +71,40 @@ def _row(row: Row, plain: Row) -> dict[str, Any]:
         if plain.scores is not None:
             found["difference_to_ar"] = list(row.scores.difference(plain.scores))
     return found
+
+
+def _traces(bench: Bench, row: Row) -> dict[str, Any]:
+    """How steps and tokens were distributed, and what is known of the kept pictures."""
+    steps = row.stats.steps.double()
+    half = 1.96 * float(steps.std()) / math.sqrt(len(steps)) if len(steps) > 1 else None
+    found: dict[str, Any] = {
+        "steps_interval": None if half is None else [row.stats.nfe - half, row.stats.nfe + half],
+        "committed_histogram": row.stats.histogram(),
+    }
+    if row.grids is None:
+        return found
+    found["commit_mean"] = encode_grid(row.grids.double().mean(0))
+    found["pictures"] = [_picture(bench, row, row.grids[i], i) for i in bench.kept]
+    return found
+
+
+def _picture(bench: Bench, row: Row, grid: Tensor, index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "file": picture_file(row, index),
+        "prompt": bench.prompts[index],
+        "seed": bench.seeds[index],
+        "steps": int(row.stats.steps[index]),
+        "commit_steps": encode_grid(grid),
+    }
+    if row.scores is not None:
+        found |= {"task": row.scores.tags[index], "right": bool(row.scores.right[index])}
+    return found
+
+
+def picture_file(row: Row, index: int) -> str:
+    """Where a kept picture lies below the folder of the comparison."""
+    name = re.sub(r"[^A-Za-z0-9.+=-]+", "-", row.entry.label).strip("-")
+    return f"pictures/{name}/{index:05d}.png"
 
 
 def to_markdown(bench: Bench) -> str:
@@ -184,12 +225,18 @@ def _panel(ax: Any, bench: Bench, value: Any, title: str) -> None:
 
 
 def write(bench: Bench, folder: str | Path, *, with_plot: bool = True) -> dict[str, Path]:
-    """Write ``decoders.json``, ``decoders.md`` and ``decoders.png`` into ``folder``."""
+    """Write ``decoders.json``, ``decoders.md``, ``decoders.png`` and the kept pictures into ``folder``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"json": folder / "decoders.json", "markdown": folder / "decoders.md"}
-    paths["json"].write_text(json.dumps(to_dict(bench), indent=1) + "\n")
-    paths["markdown"].write_text(to_markdown(bench))
+    for row in bench.rows:
+        for index, picture in zip(bench.kept, row.pictures if row.pictures is not None else (), strict=False):
+            path = folder / picture_file(row, index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_image(Image.fromarray(picture), path)
+    text, table = json.dumps(to_dict(bench), indent=1) + "\n", to_markdown(bench)
+    write_atomic(paths["json"], lambda p: p.write_text(text, encoding="utf-8"))
+    write_atomic(paths["markdown"], lambda p: p.write_text(table, encoding="utf-8"))
     if with_plot:
         paths["plot"] = folder / "decoders.png"
         plot(bench, paths["plot"])

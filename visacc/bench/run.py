@@ -81,6 +81,8 @@ class Row:
         ratio: seconds divided by plain decoding's, per batch (below 1 is faster).
         scores, distance: ``None`` where the model's pictures cannot be judged.
         note: why it is slower than plain decoding, where it is.
+        grids: int64 [B, T, H, W] step that committed each token.
+        pictures: uint8 [K, H, W, 3], the kept ones (``Bench.kept``).
     """
 
     entry: Entry
@@ -93,11 +95,19 @@ class Row:
     scores: Scores | None = None
     distance: DistanceTest | None = None
     note: str = ""
+    grids: Tensor | None = None
+    pictures: np.ndarray | None = None
 
 
 @dataclass
 class Bench:
-    """A whole comparison; ``skipped`` maps the label of a decoder that could not run to the reason."""
+    """A whole comparison.
+
+    Attributes:
+        skipped: label of a decoder that could not run -> the reason.
+        prompts, seeds: of every image.
+        kept: which images' pictures are kept, spread evenly over the prompts.
+    """
 
     model: str
     sampling: dict[str, Any]
@@ -106,6 +116,10 @@ class Bench:
     rows: list[Row]
     skipped: dict[str, str]
     reference: Tensor
+    prompts: list[Any] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    device: str = "cpu"
 
     def row(self, label: str) -> Row:
         return next(row for row in self.rows if row.entry.label == label)
@@ -122,6 +136,7 @@ def bench_decoders(
     batch: int = 8,
     per_prompt: int = 1,
     permutations: int = 199,
+    pictures: int = 16,
     say: Callable[[str], object] = lambda text: None,
 ) -> Bench:
     """Compare decoders.
@@ -131,6 +146,7 @@ def bench_decoders(
             then judged.
         entries: "ar" is added if it is missing.
         per_prompt: images per prompt.
+        pictures: how many pictures to keep per decoder, of the same prompts and seeds for all of them.
         say: progress lines.
 
     Raises:
@@ -140,6 +156,8 @@ def bench_decoders(
         raise ValueError("a comparison needs at least one prompt")
     if min(batch, per_prompt) < 1:
         raise ValueError(f"batch and per_prompt must be at least 1, got {batch} and {per_prompt}")
+    if pictures < 0:
+        raise ValueError(f"pictures must not be negative, got {pictures}")
     sampling = sampling or SamplingParams.merge(model.defaults, {})
     if not any(e.decoder == "ar" for e in entries):
         entries = [Entry("ar"), *entries]
@@ -170,18 +188,27 @@ def bench_decoders(
         reference.append(fixed_features(_frames(model.decode(codes))))
     base = [stats.seconds for stats, _, _ in parts["ar"]]
     known = torch.cat(reference)
+    kept = spaced(len(work), pictures)
     rows = []
     for entry in entries:
         if entry.label not in decoders:
             continue
-        row = _row(model, entry, decoders[entry.label], parts[entry.label], base, work)
+        row = _row(model, entry, decoders[entry.label], parts[entry.label], base, work, kept)
         if len(known) > 1:
             row.distance = distance_test(row.features, known, permutations=permutations)
         rows.append(row)
     plain_row = next(row for row in rows if row.entry.label == "ar")
     for row in rows:
         row.note = slow_because(row, plain_row)
-    return Bench(model.name, dict(sampling.__dict__), len(work), batch, rows, skipped, known)
+    settings = dict(sampling.__dict__)
+    texts = [_text(p) for p in work]
+    device = str(model.device)
+    return Bench(model.name, settings, len(work), batch, rows, skipped, known, texts, seeds, kept, device)
+
+
+def spaced(total: int, count: int) -> list[int]:
+    """``count`` different numbers below ``total``, evenly spread."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()
 
 
 def _checked(model: ImageModel, entries: Sequence[Entry]) -> tuple[dict[str, Decoder], dict[str, str]]:
@@ -227,6 +254,7 @@ def _row(
     parts: list[tuple[DecodeStats, Tensor, Tensor]],
     base: list[float],
     work: Sequence[Any],
+    kept: list[int],
 ) -> Row:
     seconds = [stats.seconds for stats, _, _ in parts]
     pixels = torch.cat([_frames(p) for _, _, p in parts])
@@ -234,15 +262,18 @@ def _row(
     if isinstance(work[0], Mapping):
         pictures = model.to_uint8(pixels).movedim(1, -1).cpu().numpy()
         scores = shapes_scores(work, list(pictures))
+    merged = DecodeStats.merge([stats for stats, _, _ in parts])
     return Row(
         entry,
         decoder.lossless,
-        DecodeStats.merge([stats for stats, _, _ in parts]),
+        merged,
         seconds,
         [s / b for s, b in zip(seconds, base, strict=True)],
         torch.cat([codes for _, codes, _ in parts]),
         fixed_features(pixels),
         scores,
+        grids=model.layout.to_grid(merged.step_of),
+        pictures=model.to_uint8(pixels[kept]).movedim(1, -1).cpu().numpy(),
     )
 
 

@@ -17,6 +17,7 @@ from visacc.eval.prompts import PromptSet
 from visacc.eval.world import World
 from visacc.metrics.geneval.layout import metadata_text, prompt_folder, sample_path
 from visacc.noise import sample_seed
+from visacc.traces import TRACED, encode_grid, environment
 
 FORMAT = 1
 
@@ -135,6 +136,13 @@ def record_steps(stats: Any, index: int) -> int | None:
     return int(steps[index]) if isinstance(steps, torch.Tensor | Sequence) else None
 
 
+def commit_grids(pipe: Any, stats: Any) -> torch.Tensor | None:
+    """int64 [B, T, H, W] step that committed each token, where the pipeline is one of this package's."""
+    layout = getattr(getattr(pipe, "model", None), "layout", None)
+    steps = getattr(stats, "step_of", None)
+    return None if layout is None or steps is None else layout.to_grid(steps)
+
+
 def generate_cell(
     world: World,
     config: Config,
@@ -147,7 +155,8 @@ def generate_cell(
 ) -> None:
     """Make every image of a cell that is not there yet.
 
-    chunks/NNNNNN.json lists files, hashes, seeds and steps; timing/NNNNNN.json what cannot be reproduced.
+    chunks/NNNNNN.json lists files, hashes, seeds and steps, and how many tokens the steps committed;
+    timing/NNNNNN.json what cannot be reproduced.
     """
     images = Images(folder / "images", prompts, config.samples_per_prompt)
     chunks = Chunks(folder / "chunks", len(images), config.batch_size)
@@ -174,6 +183,7 @@ def generate_cell(
         if len(result.images) != len(index):
             raise RuntimeError(f"the pipeline gave {len(result.images)} images for {len(index)} prompts")
         stats, rows = getattr(result, "stats", None), []
+        grids = commit_grids(pipe, stats)
         for k, i in enumerate(index):
             images.prepare(i)
             write_png(images.path(i), result.images[k])
@@ -187,14 +197,24 @@ def generate_cell(
             steps = record_steps(stats, k)
             if steps is not None:
                 row["steps"] = steps
+            if grids is not None and i < TRACED:
+                row["commit_steps"] = encode_grid(grids[k])
             rows.append(row)
-        timing = {"seconds": seconds, "images": len(index), "rank": world.rank, "device": str(world.device)}
+        timing: dict[str, Any] = {"seconds": seconds, "images": len(index)}
+        timing |= {"rank": world.rank, "device": str(world.device)}
+        timing["environment"] = environment(world.device)
         decode = getattr(stats, "seconds", None)
         if decode is not None:
             timing["decode_seconds"] = float(decode)
         write_json(folder / "timing" / f"{chunk:06d}.json", timing)
         tokens = getattr(stats, "tokens", None)
-        write_json(chunks.path(chunk), {"images": rows, "tokens": None if tokens is None else int(tokens)})
+        record: dict[str, Any] = {"images": rows, "tokens": None if tokens is None else int(tokens)}
+        if callable(getattr(stats, "histogram", None)):
+            record["committed_histogram"] = stats.histogram()
+        used = getattr(result, "settings", None)
+        if isinstance(used, Mapping) and isinstance(used.get("lossless"), bool):
+            record["lossless"] = used["lossless"]
+        write_json(chunks.path(chunk), record)
 
     run_chunks(world, chunks, work, f"generate {cell.name}", quiet=quiet)
 

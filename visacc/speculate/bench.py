@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from visacc.speculate.api import Speculator
 from visacc.speculate.params import TextParams, eos_ids
 from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
+from visacc.traces import environment
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -54,6 +56,7 @@ def bench(
         "max_new_tokens": max_new_tokens,
         "device": str(plain.model.device),
         "threads": torch.get_num_threads(),
+        "environment": environment(plain.model.device),
         "tau": "committed tokens per target step, bonus token included, prompt step not counted",
         "rows": [],
     }
@@ -108,7 +111,8 @@ def _loop(
 ) -> dict[str, Any]:
     from visacc.speculate.ngram import NgramDrafter
 
-    runs = []
+    runs: list[dict[str, float]] = []
+    histogram: Counter[int] = Counter()
     speculator.run(batches[0], params, [0] * len(batches[0]["input_ids"]))
     for _ in range(repeats):
         if isinstance(speculator.drafter, NgramDrafter):
@@ -122,6 +126,8 @@ def _loop(
             accepted += int(stats.accepted.sum())
             seconds, prefill = seconds + stats.seconds, prefill + stats.prefill_seconds
             draft += stats.draft_seconds
+            if not runs and stats.committed is not None:  # every pass commits alike, one is enough
+                histogram.update(dict(enumerate(stats.committed.tolist())))
         rows = sum(len(b["input_ids"]) for b in batches)
         runs.append(
             {
@@ -133,7 +139,11 @@ def _loop(
                 "draft_share": draft / seconds,
             }
         )
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    found: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    for key in ("tokens_per_second", "decode_tokens_per_second"):
+        found[f"{key}_range"] = [min(run[key] for run in runs), max(run[key] for run in runs)]
+    found["committed_histogram"] = [histogram[n] for n in range(max(+histogram, default=0) + 1)]
+    return found
 
 
 def _generate(
@@ -162,7 +172,10 @@ def _generate(
             speeds.append(tokens / (time.perf_counter() - begun))
     except (ValueError, RuntimeError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
         return {"failed": f"{type(error).__name__}: {error}"[:200]}
-    return {"tokens_per_second": statistics.median(speeds)}
+    return {
+        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second_range": [min(speeds), max(speeds)],
+    }
 
 
 def _written(out: torch.Tensor, eos: tuple[int, ...]) -> int:

@@ -52,6 +52,7 @@ class TextStats:
         accepted: int64 [B] drafted tokens that were committed.
         prefill_seconds, seconds: wall time of the prompt's forward, and of everything.
         draft_seconds, target_seconds: parts of it (exact on a CPU only).
+        committed: int64 [N], how many (step, row) pairs committed n tokens.
     """
 
     tokens: Tensor
@@ -61,6 +62,7 @@ class TextStats:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     seconds: float = 0.0
+    committed: Tensor | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -193,7 +195,7 @@ def generate(
     done = target.prefill(inputs, room=room)
     rows = _begin(run, done.view, done.logits, seeds, levels + 2)
     prefill_seconds = time.perf_counter() - begun
-    state, final = done.state, _Final(batch, params, device)
+    state, final = done.state, _Final(batch, params, levels + 2, device)
     draft = None
     if drafter is not None:
         mark = time.perf_counter()
@@ -213,6 +215,8 @@ def generate(
     stats = TextStats(final.lengths, final.steps, final.accepted, prefill_seconds)
     stats.draft_seconds, stats.target_seconds = run.clock["draft"], run.clock["target"]
     stats.seconds = time.perf_counter() - begun
+    final.committed[0] = 0  # rows that were done already
+    stats.committed = final.committed.cpu()
     width = int(final.lengths.max())
     if isinstance(drafter, NgramDrafter):
         for row, length in zip(final.ids, final.lengths.tolist(), strict=True):
@@ -223,11 +227,12 @@ def generate(
 class _Final:
     """Results of all rows of the caller's batch."""
 
-    def __init__(self, batch: int, params: TextParams, device: torch.device) -> None:
+    def __init__(self, batch: int, params: TextParams, most: int, device: torch.device) -> None:
         self.ids = torch.full((batch, params.max_new_tokens), params.pad, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.accepted = torch.zeros_like(self.lengths)
+        self.committed = torch.zeros(most, dtype=torch.int64, device=device)
 
 
 def _begin(run: _Run, view: PromptView, logits: Tensor, seeds: Sequence[int], spare: int) -> _Rows:
@@ -352,6 +357,7 @@ def _emit(run: _Run, rows: _Rows, path_tokens: Tensor, n: Tensor, next_root: Ten
     final.steps[rows.samples] += (~rows.done).long()
     drafts = torch.minimum(gained, n - 1).clamp(min=0)
     final.accepted[rows.samples] += drafts
+    final.committed.scatter_add_(0, gained, torch.ones_like(gained))
     rows.laws.add(new.clamp(min=0), keep)
     rows.count = rows.count + gained
     rows.done = rows.done | (ends & keep).any(1) | (rows.count >= p.max_new_tokens)
