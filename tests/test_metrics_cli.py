@@ -182,7 +182,7 @@ def test_run_command(tmp_path: Path) -> None:
 
     prompts.write_text("".join(json.dumps(m) + "\n" for m in heldout_prompts(1)))
     (tmp_path / "run.yaml").write_text(
-        "pipeline: test_metrics_eval:build\nprompts: prompts.jsonl\noutput: out\nbatch_size: 3\n"
+        "pipeline: eval_runs:build\nprompts: prompts.jsonl\noutput: out\nbatch_size: 3\n"
         "decoders: {good: {decoder: a}}\n"
         "metrics:\n- {metric: fd, extractor: cells, reference: 'shapes:10'}\n- {metric: geneval, detector: shapes}\n"
     )

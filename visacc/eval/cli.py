@@ -47,19 +47,16 @@ def _parse(options: list[str] | None) -> dict[str, Any]:
 @contextmanager
 def _work(folder: Path | None, world: Any) -> Iterator[Path]:
     """The given work folder, locked; or one that vanishes, for a single process."""
-    from visacc.eval.files import locked, sweep
+    from visacc.eval.lock import claim
 
     if folder is None:
         if world.size > 1:
             raise ValueError("several processes need a common --work folder")
         with tempfile.TemporaryDirectory(prefix="visacc-eval-") as temporary:
             yield Path(temporary)
-    elif world.main:
-        with locked(folder):
-            sweep(folder)
-            yield folder
     else:
-        yield folder
+        with claim(folder, world):
+            yield folder
 
 
 def _show(world: Any, scores: list[Any], out: Path | None) -> None:
@@ -93,12 +90,10 @@ def _features(
     check_spec(spec)
     world = join(device)
     with _work(work, world) as folder:
-        if not world.main:
-            world.barrier()  # the main process locks and sweeps first
         task = folder_task(gen, folder, quiet=quiet)
         if world.main:
             _guard_set(folder, task.files, gen, spec)
-            world.barrier()
+        world.barrier()
         _show(world, score(world, task, spec), out)
 
 
@@ -233,12 +228,10 @@ def clip(
     texts = [str(t) for t in load_prompts(str(prompts)).texts]
     world = join(device)
     with _work(work, world) as folder:
-        if not world.main:
-            world.barrier()
         task = folder_task(gen, folder, texts=texts, quiet=quiet)
         if world.main:
             _guard_set(folder, task.files, gen, spec)
-            world.barrier()
+        world.barrier()
         _show(world, score(world, task, spec), out)
 
 
@@ -292,11 +285,9 @@ def geneval(
     world = join(device)
     with _work(work, world) as folder:
         files = [f for f, _ in found]
-        if not world.main:
-            world.barrier()
-        else:
+        if world.main:
             _guard_set(folder, files, images, spec)
-            world.barrier()
+        world.barrier()
         task = Task(files, images, folder, wanted, metadata=[m for _, m in found], quiet=quiet)
         scores = score(world, task, spec)
         if world.main:

@@ -90,6 +90,8 @@ def extract(
         _extract_chunks(world, source, folder, build, label, batch, quiet)
         if world.main:
             _join(folder, Chunks(folder / "chunks", len(source), batch, ".npz"))
+    if world.main:
+        _drop_chunks(folder)
     world.barrier()
     summary, info = read_json(done), ExtractorInfo.read(folder / "extractor.json")
     if summary["images"] != len(source):
@@ -136,7 +138,7 @@ def _extract_chunks(
 
 
 def _join(folder: Path, chunks: Chunks) -> None:
-    """One .npy per head from the chunk files, which are then removed; rows.json comes last."""
+    """One .npy per head from the chunk files; rows.json comes last."""
     heads = ExtractorInfo.read(folder / "extractor.json").heads
     counts, skipped = [], []
     for path in chunks.paths():
@@ -160,6 +162,12 @@ def _join(folder: Path, chunks: Chunks) -> None:
 
         write_atomic(folder / f"{head}.npy", fill)
     write_json(folder / "rows.json", {"images": chunks.total, "rows": total, "skipped": skipped})
-    for path in chunks.paths():
-        path.unlink(missing_ok=True)
-    chunks.folder.rmdir()
+
+
+def _drop_chunks(folder: Path) -> None:
+    """Remove the chunks of joined rows; a kill may have come between joining and removing."""
+    chunks = folder / "chunks"
+    if chunks.is_dir():
+        for path in chunks.iterdir():
+            path.unlink()
+        chunks.rmdir()

@@ -1,12 +1,11 @@
-"""Files that survive a kill: written whole or not at all, leftovers swept, one run per folder."""
+"""Files that survive a kill: written whole or not at all, leftovers swept."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +60,3 @@ def file_sha256(path: Path) -> str:
         while block := f.read(1 << 20):
             h.update(block)
     return h.hexdigest()
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this run. The system drops the lock when the process dies, however it dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # no advisory locks on this system
-        yield
-        return
-    with open(folder / ".lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"another run is working in {folder}; wait for it or choose another folder"
-            ) from error
-        yield

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from visacc.eval.config import Cell, Config
-from visacc.eval.files import locked, sweep, write_json, write_text
+from visacc.eval.files import write_json, write_text
 from visacc.eval.generate import Builder, Images, Pipeline, generate_cell
+from visacc.eval.lock import claim
 from visacc.eval.prompts import PromptSet, load_prompts
 from visacc.eval.score import Task, check_spec, geneval_results, metric_names, score
 from visacc.eval.table import Row, Speed, markdown
@@ -33,10 +34,7 @@ def run(
     world = world or join(str(config.model_options["device"]) if "device" in config.model_options else None)
     prompts = load_prompts(config.prompts, config.limit)
     _check(config, prompts)
-    if not world.main:
-        return _run(world, config, prompts, quiet, build)
-    with locked(config.output):
-        sweep(config.output)
+    with claim(config.output, world):
         return _run(world, config, prompts, quiet, build)
 
 
@@ -73,7 +71,6 @@ def _run(
     quiet: bool,
     build: Callable[[Cell], Pipeline] | None,
 ) -> list[Row]:
-    world.barrier()
     make = build or Builder(config, world.device)
     for cell in config.decoders:
         generate_cell(

@@ -32,8 +32,13 @@ class World:
 def join(device: str | None = None) -> World:
     """The world this process belongs to. device: overrides the automatic choice (first or own GPU, else
     CPU).
+
+    Raises:
+        ImportError: several processes without accelerate.
+        RuntimeError: accelerate was set up in this process before, for another number of processes.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
         try:
             from accelerate import PartialState
         except ImportError as error:
@@ -42,6 +47,11 @@ def join(device: str | None = None) -> World:
             ) from error
         cpu = device == "cpu" or not torch.cuda.is_available()
         state = PartialState(cpu=cpu, timeout=_PATIENCE)
+        if state.num_processes != size:  # set up before, or inherited over a fork: every rank would be rank 0
+            raise RuntimeError(
+                f"accelerate was set up in this process for {state.num_processes} process(es), WORLD_SIZE says "
+                f"{size}: start each process of a run afresh with accelerate launch or torchrun"
+            )
         place = torch.device(device) if device and device != "cuda" else state.device
         return World(state.process_index, state.num_processes, torch.device(place), state)
     place = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
