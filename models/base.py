@@ -208,6 +208,9 @@ class ImageModel(ABC):
         only_decoders: names of the decoders that can drive the model; empty means every next-token decoder.
         feature_size: width of the features, for adapters that provide "hidden".
         block: tokens that one block predicts at once (next-block models), 1 for next-token models.
+        pixel_rule: how the family's own programs make bytes of pixels, since published image distances depend on it:
+            "round" (255 p, ties to even), "half-up" (floor(255 p + 0.5)) or "floor" (255 p cut off: half of all bytes
+            lie one lower). Families without a published rule round.
     """
 
     name: str
@@ -218,6 +221,7 @@ class ImageModel(ABC):
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
     defaults: ClassVar[dict[str, Any]] = {}
     feature_size: int | None = None
+    pixel_rule: ClassVar[str] = "round"
 
     @property
     @abstractmethod
@@ -296,5 +300,12 @@ class ImageModel(ABC):
         """Codes [B, T, H, W] -> pixels float32 in [0, 1]: [B, 3, H', W'] for images, [B, T', 3, H', W'] for video."""
 
     def to_uint8(self, pixels: Tensor) -> Tensor:
-        """Pixels in [0, 1] -> uint8 the way the family's own programs do (truncation, LlamaGen section 6.3)."""
-        return (pixels * 255).clamp(0, 255).to(torch.uint8)
+        """Pixels in [0, 1] -> uint8 by the family's ``pixel_rule``."""
+        scaled = pixels.float() * 255
+        if self.pixel_rule == "round":
+            scaled = scaled.round()
+        elif self.pixel_rule == "half-up":
+            scaled = scaled + 0.5
+        elif self.pixel_rule != "floor":
+            raise ValueError(f"pixel_rule must be round, half-up or floor, got {self.pixel_rule!r}")
+        return scaled.clamp(0, 255).to(torch.uint8)

@@ -179,6 +179,7 @@ class TextToImagePipeline:
             "decoder_options": engine.options(),
             "lossless": engine.lossless,
             "sampling": dict(sampling.__dict__),
+            "pixel_rule": self.model.pixel_rule,
             "total_seconds": time.perf_counter() - started,
         }
         images = codes if output_type == "codes" else self._output(torch.cat(pixels), output_type)

@@ -125,6 +125,7 @@ class _VideoPipeline:
             "decoder_options": decoder.options(),
             "lossless": decoder.lossless,
             "sampling": dict(sampling.__dict__),
+            "pixel_rule": self.model.pixel_rule,
             "total_seconds": time.perf_counter() - started,
         }
         videos: Any = torch.cat(codes) if output_type == "codes" else torch.cat(pixels)

@@ -35,6 +35,7 @@ class CosmosModel(ImageModel):
     """
 
     provides = frozenset({"grid", "tree_mask", "row_causal"})
+    pixel_rule = "floor"
 
     def __init__(
         self,

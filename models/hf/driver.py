@@ -45,6 +45,7 @@ class HFImageModel(ImageModel):
 
     provides: frozenset[str] = frozenset({"grid", "tree_mask", "hidden", "codebook"})
     family: str = ""
+    pixel_rule = "floor"  # the programs of Janus, Chameleon, Lumina-mGPT, Emu3 and Emu3.5 agree on this
 
     def __init__(
         self,

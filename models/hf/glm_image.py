@@ -102,6 +102,7 @@ class GlmImage(SharedVocabularyModel):
     """
 
     family = "glm-image"
+    pixel_rule = "round"  # what diffusers' image processor does with the finished picture
     provides = frozenset({"tree_mask", "hidden", "codebook"})
 
     def __init__(

@@ -35,6 +35,7 @@ class LlamaGen(ImageModel):
     """
 
     provides = frozenset({"grid", "codebook", "hidden", "tree_mask"})
+    pixel_rule = "half-up"  # clamp(127.5 x + 128) cut off, for x in [-1, 1]
 
     def __init__(
         self,
@@ -198,10 +199,6 @@ class LlamaGen(ImageModel):
 
     def decode(self, codes: Tensor) -> Tensor:
         return ((self.vq.decode_codes(codes[:, 0]) + 1) / 2).clamp(0, 1)
-
-    def to_uint8(self, pixels: Tensor) -> Tensor:
-        """The official bytes, ``clamp(127.5 x + 128)`` truncated, written for pixels in [0, 1]."""
-        return (pixels * 255 + 0.5).clamp(0, 255).to(torch.uint8)
 
 
 # ---- loading ----------------------------------------------------------------------------------------------

@@ -89,15 +89,24 @@ def guard(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def guard_model(folder: Path, pipe: Any) -> None:
-    """Refuse to continue with other weights under the same name."""
-    fingerprint = getattr(getattr(pipe, "model", None), "fingerprint", None)
+    """Refuse to continue with other weights under the same name, or with bytes made of pixels otherwise."""
+    model = getattr(pipe, "model", None)
+    fingerprint = getattr(model, "fingerprint", None)
     if not callable(fingerprint):
         return
-    path, value = folder / "model.json", fingerprint()
+    path, entry = (
+        folder / "model.json",
+        {"fingerprint": fingerprint(), "pixel_rule": getattr(model, "pixel_rule", None)},
+    )
     if not path.exists():
-        write_json(path, {"fingerprint": value})
-    elif read_json(path)["fingerprint"] != value:
+        write_json(path, entry)
+    elif (old := read_json(path)).get("fingerprint") != entry["fingerprint"]:
         raise ValueError(f"{folder} was begun with other weights of this model; use another output folder")
+    elif old != entry:
+        raise ValueError(
+            f"{folder} was begun with pixel rule {old.get('pixel_rule')!r}, this model has {entry['pixel_rule']!r}; "
+            "use another output folder"
+        )
 
 
 class Builder:
