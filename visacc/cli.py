@@ -85,10 +85,12 @@ def _mount() -> None:
     """Attach the sub-commands. They import their heavy parts when they run, not here."""
     from visacc.calibrate_cli import calibrate
     from visacc.generate_cli import generate
+    from visacc.report_cli import report
     from visacc.speculate import cli as speculate
 
     app.command("generate")(generate)
     app.command("calibrate")(calibrate)
+    app.command("report")(report)
     parts = {name: importlib.import_module(module) for name, module in _SUB_APPS.items()}
     parts["bench"].app.command("vlm")(speculate.bench_command)
     parts["train"].app.command("vlm-drafter")(speculate.train_drafter_command)

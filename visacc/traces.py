@@ -35,6 +35,11 @@ def decode_grid(frames: Sequence[Sequence[str]]) -> np.ndarray:
     return grid
 
 
+def spaced(total: int, count: int) -> list[int]:
+    """Up to ``count`` different numbers below ``total``, evenly spread."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()
+
+
 def environment(device: torch.device | str | None = None) -> dict[str, Any]:
     """Versions and hardware that a speed depends on. No names of hosts or users."""
     import torch

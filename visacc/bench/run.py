@@ -24,6 +24,7 @@ from visacc.noise import sample_seed
 from visacc.registry import make_decoder
 from visacc.sampling import SamplingParams
 from visacc.stats import DecodeStats
+from visacc.traces import spaced
 
 REFERENCE_SEED = 7_000_003
 
@@ -204,11 +205,6 @@ def bench_decoders(
     texts = [_text(p) for p in work]
     device = str(model.device)
     return Bench(model.name, settings, len(work), batch, rows, skipped, known, texts, seeds, kept, device)
-
-
-def spaced(total: int, count: int) -> list[int]:
-    """``count`` different numbers below ``total``, evenly spread."""
-    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int)).tolist()
 
 
 def _checked(model: ImageModel, entries: Sequence[Entry]) -> tuple[dict[str, Decoder], dict[str, str]]:

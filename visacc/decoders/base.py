@@ -51,10 +51,12 @@ class Decoder(ABC):
         lossless: whether the output law is exactly that of plain autoregressive sampling (proven in the tests).
         requires: facts the adapter must provide.
         needs_hidden: whether forwards should return features.
+        sources: arXiv ids or web addresses of the method, for reports.
     """
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    sources: ClassVar[tuple[str, ...]] = ()
     lossless: bool = False
     requires: frozenset[str] = frozenset()
     needs_hidden: bool = False

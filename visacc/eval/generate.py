@@ -218,8 +218,9 @@ def generate_cell(
         write_json(folder / "timing" / f"{chunk:06d}.json", timing)
         tokens = getattr(stats, "tokens", None)
         record: dict[str, Any] = {"images": rows, "tokens": None if tokens is None else int(tokens)}
-        if callable(getattr(stats, "histogram", None)):
-            record["committed_histogram"] = stats.histogram()
+        histogram = getattr(stats, "histogram", None)
+        if callable(histogram):
+            record["committed_histogram"] = histogram()
         used = getattr(result, "settings", None)
         if isinstance(used, Mapping) and isinstance(used.get("lossless"), bool):
             record["lossless"] = used["lossless"]

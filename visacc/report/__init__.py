@@ -1,0 +1,1 @@
+"""One self-contained HTML page about a run: table, plots, pictures under every decoder, commit order, settings."""
