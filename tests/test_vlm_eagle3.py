@@ -56,7 +56,8 @@ def official_folder(drafter: Drafter, path: Path, layout: str) -> Path:
         **shape,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": SMALL,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+        # SpecForge numbers outputs of layers: the inputs of layers 2, 4, 5
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
     }
     tensors["embed_tokens.weight"] = torch.zeros(vlm_tiny.VOCAB, 32)
     tensors["t2d"] = torch.zeros(vlm_tiny.VOCAB, dtype=torch.bool)

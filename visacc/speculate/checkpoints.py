@@ -62,7 +62,12 @@ def load_tensors(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
         )
         if clean in ours:
             state[ours[clean]] = value
-        elif not any(clean.endswith(i) for i in _IGNORED) and clean != "lm_head.weight":
+        elif not (
+            any(clean.endswith(i) for i in _IGNORED)
+            or clean == "lm_head.weight"
+            # Llama layers with biases have one here as well; ours have none, which is the same as zeros
+            or (clean.endswith("self_attn.o_proj.bias") and not value.any())
+        ):
             left.append(name)
     missing = [n for n, key in ours.items() if key not in state]
     if drafter.config.method == "eagle3" and "d2t" in missing and not drafter.config.draft_vocab_size:
@@ -163,11 +168,11 @@ def _eagle3(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], scaling: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fields only EAGLE-3 files have (SpecForge and speculators)."""
-    taps = (
-        raw.get("taps")
-        or raw.get("eagle_aux_hidden_state_layer_ids")
-        or raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    )
+    taps = raw.get("taps") or raw.get("eagle_aux_hidden_state_layer_ids")
+    outputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not taps and outputs:
+        # SpecForge and SGLang number the layers whose outputs are read, speculators and we those whose inputs are
+        taps = [i + 1 for i in outputs]
     layers = raw.get("target_num_hidden_layers")
     if not taps and layers:
         taps = (2, layers // 2, layers - 3)

@@ -81,7 +81,7 @@ class OwnHead(nn.Module):
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
 
     def forward(self, features: Tensor, head: Embed) -> Tensor:
-        logits = self.lm_head(features if self.c.norm_output else self.norm(features)).float()
+        logits = self.lm_head(self.norm(features)).float()
         if logits.shape[-1] == self.c.vocab_size:
             return logits
         ids = torch.arange(logits.shape[-1], device=logits.device) + self.d2t
