@@ -95,6 +95,7 @@ def _mount() -> None:
     parts["bench"].app.command("vlm")(speculate.bench_command)
     parts["train"].app.command("vlm-drafter")(speculate.train_drafter_command)
     app.command("caption")(speculate.caption)
+    app.command("export-drafter")(speculate.export_drafter_command)
     for name, part in parts.items():
         app.add_typer(part.app, name=name)
 

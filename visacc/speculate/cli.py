@@ -154,6 +154,36 @@ def train_drafter_command(
     )
 
 
+@app.command("export-drafter")
+def export_drafter_command(
+    drafter: Annotated[Path, typer.Argument(help="Drafter folder (ours or official).")],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format", "-f", help="speculators (vLLM), eagle3-sglang, or eagle-sglang (EAGLE-1/2 and MSD)."
+        ),
+    ],
+    target: Annotated[
+        str, typer.Option("--target", "-t", help="Folder or hub id of the model it was trained for.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder to write to.")],
+    method: Annotated[
+        str | None, typer.Option(help="Method of an official EAGLE, MSD or FLASH folder.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; as in the drafter's folder by default.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="speculators: tokens to draft by default.")] = 5,
+) -> None:
+    """Write a vision-language drafter in the format of an inference server (vLLM, SGLang)."""
+    from visacc.speculate.serving import export_drafter
+
+    done = export_drafter(drafter, out, format, target, method=method, dtype=_dtype(dtype), tokens=tokens)
+    print(f"wrote {done.folder} ({done.format}); it reads back equal")
+    for note in done.notes:
+        print(f"note: {note}")
+
+
 @app.command("bench")
 def bench_command(
     model: Annotated[str, typer.Option("--model", "-m", help="Hub id, folder or shapes-captioner.")] = (
