@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,41 +44,78 @@ def generate(
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option("--model-option", help="Option of the model's loader, e.g. device_map=auto."),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Also draw which step committed each token.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Generate images."""
+    """Generate images.
+
+    Several processes share the images: accelerate launch --num_processes 4 -m visacc generate ..., or torchrun. They
+    need a common output folder; the pictures are those of one process. The share is dealt out in batches of
+    --batch-size images.
+    """
     texts = _read_prompts(prompts or [], prompts_file)
     options = _options(option or [], window)
     _check_writable(out)
+    world = _world(device, options)
 
+    from visacc.generate_files import Job, run_share
     from visacc.loading import load
+    from visacc.pipeline import positive
 
-    pipe = load(model, decoder=decoder, device=device, dtype=dtype, image_size=image_size, **options)
+    repeat = positive("num_images_per_prompt", count)
+    where = world.device if world.size > 1 else device
+    pipe = load(
+        model,
+        decoder=decoder,
+        device=where,
+        dtype=dtype,
+        image_size=image_size,
+        model_options=_options(model_option or [], None),
+        **options,
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet, transient=True) as bar:
+    hidden = quiet or not world.main
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=hidden, transient=True
+    ) as bar:
         task = bar.add_task(f"{decoder}", total=1.0)
-        result = pipe(
-            texts,
-            num_images_per_prompt=count,
-            seed=seed,
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            batch_size=batch_size,
-            progress=lambda done, total: bar.update(task, completed=done / total),
-        )
-    _write(result, [t for t in texts for _ in range(count)], out, trace, pipe.model)
-    stats = result.stats
-    images = len(result.images)
+        job = Job([t for t in texts for _ in range(repeat)], seed, batch_size)
+        options = {
+            "guidance_scale": guidance_scale,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "progress": lambda done, total: bar.update(task, completed=done / total),
+        }
+        record = run_share(pipe, job, world, out, trace, options)
+    if record is None:
+        return
+    stats, images = record["stats"], len(record["images"])
     where = f"{images} image{'s' * (images > 1)} in {out}"
     print(
-        f"{where}: {result.settings['decoder']}, {stats.nfe:.1f} steps for {stats.tokens} tokens"
-        f" (step compression {stats.step_compression:.2f}x), {stats.seconds:.2f} s"
+        f"{where}: {record['decoder']}, {stats['mean_steps']:.1f} steps for {stats['tokens_per_image']} tokens"
+        f" (step compression {stats['step_compression']:.2f}x), {stats['seconds']:.2f} s"
     )
+
+
+def _world(device: str | None, options: dict[str, Any]) -> Any:
+    """The processes of this run. Refuses what would make the pictures depend on their number."""
+    from visacc.eval.world import World, join, several
+
+    if not several():
+        return World()
+    if options.get("window") == "auto":
+        raise ValueError(
+            "window='auto' measures the machine it runs on, so processes could choose differently: find the window with one"
+            " process (stats.json records it) and pass it as a number"
+        )
+    return join(device)
 
 
 def _read_prompts(prompts: list[str], file: Path | None) -> list[str | int]:
@@ -119,34 +155,3 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"cannot write to the output folder {folder}: {error.strerror or error}") from None
-
-
-def _write(result: Any, prompts: list[str | int], out: Path, trace: bool, model: Any) -> None:
-    from visacc.pictures import commit_map, contact_sheet, save_image, save_json
-    from visacc.traces import TRACED, encode_grid, environment
-
-    digits = max(3, len(str(len(result.images))))
-    names = [f"{i:0{digits}d}.png" for i in range(len(result.images))]
-    for name, image in zip(names, result.images, strict=True):
-        save_image(image, out / name)
-    save_image(contact_sheet(result.images), out / "contact_sheet.png")
-    grids = model.layout.to_grid(result.stats.step_of)
-    if trace:
-        for name, image, grid in zip(names, result.images, grids, strict=True):
-            save_image(commit_map(image, grid[0].numpy()), out / f"trace_{name}")
-    images: list[dict[str, Any]] = [
-        {"file": name, "prompt": prompt, "seed": seed, "steps": steps}
-        for name, prompt, seed, steps in zip(
-            names, prompts, result.seeds, result.stats.steps.tolist(), strict=True
-        )
-    ]
-    for entry, grid in zip(images if trace else images[:TRACED], grids, strict=False):
-        entry["commit_steps"] = encode_grid(grid)
-    record = {
-        "command": sys.argv[1:],
-        **result.settings,
-        "environment": environment(model.device),
-        "stats": result.stats.summary(),
-        "images": images,
-    }
-    save_json(record, out / "stats.json")

@@ -35,7 +35,9 @@ def load(
         device: default is the first GPU, else the CPU.
         dtype: default float32 on a CPU and bfloat16 on a GPU.
         image_size: pixels, for models of several sizes.
-        model_options: passed to the family's own loader (e.g. ``{"vq": file}`` for LlamaGen).
+        model_options: passed to the family's own loader, e.g. ``{"vq": file}`` for LlamaGen, or ``{"device_map": "auto"}``
+            for models of the transformers library: accelerate then spreads the layers over the GPUs of this process (and
+            the CPU), for models that one GPU does not hold. ``device`` is not looked at in that case.
 
     Raises:
         ValueError: unknown names, files that do not fit the request, bad options. Says what would be right.
@@ -56,9 +58,18 @@ def load_model(
 ) -> ImageModel:
     """The adapter alone; see :func:`load`."""
     where = _device(device)
-    number = _dtype(dtype, where)
-    name = str(name_or_path)
-    common: dict[str, Any] = {"device": where, "dtype": number, "image_size": image_size}
+    common: dict[str, Any] = {"device": where, "dtype": _dtype(dtype, where), "image_size": image_size}
+    try:
+        return _load(str(name_or_path), common, options)
+    except TypeError as error:
+        if not options or "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(
+            f"{name_or_path} does not know one of the model options {sorted(options)}: {error}"
+        ) from error
+
+
+def _load(name: str, common: dict[str, Any], options: dict[str, Any]) -> ImageModel:
     from visacc.models import llamagen
     from visacc.models.lpd import loading as lpd
     from visacc.models.shapes import EMBEDDED
@@ -75,7 +86,9 @@ def load_model(
     if Path(name).exists() or name.count("/") == 1:
         from visacc.models.hf import load_hf
 
-        return load_hf(name, device=where, dtype=number, size=image_size, **options)
+        return load_hf(
+            name, device=common["device"], dtype=common["dtype"], size=common["image_size"], **options
+        )
     raise unknown("model", name, known_models())
 
 

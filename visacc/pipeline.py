@@ -24,7 +24,8 @@ from visacc.stats import DecodeStats
 from visacc.window import AutoWindow
 
 OUTPUT_TYPES = ("pil", "np", "pt", "codes")
-_BATCH = 8
+BATCH = 8
+"""Images decoded together where nothing else is asked for."""
 
 
 @dataclass
@@ -67,9 +68,18 @@ class TextToImagePipeline:
 
     def set_decoder(self, decoder: str | Decoder, **options: Any) -> None:
         """Change the decoder of the following calls. Raises ``ValueError`` for unknown names and options."""
-        probe = {k: v for k, v in options.items() if not (k == "window" and v == "auto")}
-        make_decoder(decoder, **probe).check(self.model)
+        self._probe(decoder, options)
         self._decoder, self._options = decoder, options
+
+    def current_decoder(self) -> Decoder:
+        """The decoder of the next call, checked against the model (a window "auto" is not chosen yet)."""
+        return self._probe(self._decoder, self._options)
+
+    def _probe(self, decoder: str | Decoder, options: dict[str, Any]) -> Decoder:
+        known = {k: v for k, v in options.items() if not (k == "window" and v == "auto")}
+        engine = make_decoder(decoder, **known)
+        engine.check(self.model)
+        return engine
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +146,7 @@ class TextToImagePipeline:
             },
         )
         seeds = image_seeds(seed, generator, len(prompts))
-        batch = _positive("batch_size", batch_size or _BATCH)
+        batch = positive("batch_size", batch_size or BATCH)
         engine = self._make_decoder(decoder, decoder_options, sampling, min(batch, len(prompts)))
         self.interrupt = False
 
@@ -220,7 +230,7 @@ class TextToImagePipeline:
                 )
             if isinstance(p, str) and not p.strip():
                 raise ValueError("the prompt is empty: describe the picture you want")
-        repeat = _positive("num_images_per_prompt", repeat)
+        repeat = positive("num_images_per_prompt", repeat)
         return [p for p in many for _ in range(repeat)]
 
     @staticmethod
@@ -268,7 +278,7 @@ def image_seeds(seed: int | Sequence[int] | None, generator: torch.Generator | N
     raise ValueError(f"seed must be an integer or a list of integers, got {seed!r}")
 
 
-def _positive(name: str, value: Any) -> int:
+def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return value

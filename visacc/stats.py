@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -159,6 +159,17 @@ class DecodeStats:
             seconds=sum(p.seconds for p in parts),
             phases=phases,
             unfinished=any(p.unfinished for p in parts),
+        )
+
+    def select(self, samples: list[int]) -> DecodeStats:
+        """The same statistics with the samples in another order, or only some of them (times stay those of all)."""
+        index = torch.tensor(samples, dtype=torch.int64)
+        return replace(
+            self,
+            steps=self.steps[index],
+            step_of=self.step_of[index],
+            committed=self.committed[:, index],
+            accepted=self.accepted[:, index],
         )
 
     def summary(self) -> dict[str, Any]:

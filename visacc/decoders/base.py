@@ -78,6 +78,11 @@ class Decoder(ABC):
                 f" use {' or '.join(map(repr, model.only_decoders))}"
             )
 
+    @property
+    def remembers(self) -> bool:
+        """Whether an image may depend on what was decoded before it (known once :meth:`check` has run)."""
+        return False
+
     def max_nodes(self, layout: Layout) -> int:
         """Largest number of nodes of a proposal."""
         return 1

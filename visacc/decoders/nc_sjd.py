@@ -97,6 +97,10 @@ class NCSJD(Jacobi):
             "fresh": self.fresh,
         }
 
+    @property
+    def remembers(self) -> bool:
+        return self._learns and self.coupling != "gumbel-exact"
+
     def check(self, model: ImageModel) -> None:
         super().check(model)
         if self._checked is not model:

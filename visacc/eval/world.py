@@ -28,6 +28,27 @@ class World:
         if self._state is not None:
             self._state.wait_for_everyone()
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value (anything that pickles), in order of rank, on every process."""
+        if self._state is None:
+            return [value]
+        from accelerate.utils import gather_object
+
+        return list(gather_object([value]))
+
+    def broadcast(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        if self._state is None:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]
+
+
+def several() -> bool:
+    """Whether a launcher (accelerate, torchrun, Slurm through them) started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
 
 def join(device: str | None = None) -> World:
     """The world this process belongs to. device: overrides the automatic choice (first or own GPU, else

@@ -1,0 +1,23 @@
+"""Starting the command line as several processes on this machine (gloo, CPU)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def torchrun(*command: str, processes: int = 2, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``torchrun --nproc-per-node N COMMAND``; ``COMMAND`` is a script, or ``-m`` and a module."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *command,
+    ]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, cwd=cwd)
