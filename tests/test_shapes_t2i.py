@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
 from visacc.models.llamagen.text import TextConditioner, left_pad
 from visacc.models.shapes import ASSETS
-from visacc.models.shapes.captions import HELD_COUNTS, HELD_PAIRS, all_prompts, compose, sample, vocabulary
+from visacc.models.shapes.captions import (
+    HELD_COUNTS,
+    HELD_PAIRS,
+    all_prompts,
+    altered,
+    compose,
+    is_held_out,
+    parse,
+    sample,
+    vocabulary,
+)
 from visacc.models.shapes.evaluate import evaluate, filtered, wilson
 from visacc.models.shapes.export import export, model_card
 from visacc.models.shapes.text import MAX_WORDS, build_encoder, build_tokenizer, tokenize
 from visacc.models.shapes.train_gpt import TextToImage, batches
-from visacc.models.shapes.train_text import Reader, meaning, taught, tune_text_encoder, understood
+from visacc.models.shapes.train_text import (
+    Reader,
+    binding,
+    meaning,
+    taught,
+    teach_binding,
+    tune_text_encoder,
+    understood,
+)
 from visacc.models.shapes.train_util import Average, plateau, schedule
 from visacc.models.shapes.train_vq import VQ_CONFIG, VQModel, kmeans
 from visacc.models.shapes.world import SHAPES
@@ -137,6 +157,38 @@ def test_tuning_teaches_the_text_encoder():
     prompts = [p for p in all_prompts() if p["tag"] == "single_object"]
     fresh = understood(build_encoder(), Reader(), prompts)
     assert understood(encoder, reader, prompts) > max(fresh, 0.5)
+
+
+def test_parsing_writes_the_caption_again_and_alterations_are_permitted():
+    rng = np.random.default_rng(0)
+    for seed in range(300):
+        caption = sample(seed).caption
+        tag, arguments = parse(caption)
+        assert compose(tag, **arguments)[0] == caption
+        other = altered(caption, rng)
+        assert other != caption and len(other.split()) == len(caption.split())
+        assert parse(other)[0] == tag
+        assert not is_held_out(tag, arguments["opening"], compose(tag, **parse(other)[1])[1])
+    with pytest.raises(ValueError, match="not a caption of the shapes world"):
+        parse("a photo of a dog")
+
+
+def test_binding_tells_exchanged_nouns_apart():
+    def of(caption):
+        tag, arguments = parse(caption)
+        return binding(compose(tag, **arguments)[1])
+
+    assert (of("a star above a circle") - of("a circle above a star")).norm() > 2
+    assert torch.equal(of("a star above a circle"), of("a circle below a star"))
+    assert (of("a red star and a blue circle") - of("a blue star and a red circle")).norm() > 1
+    assert torch.equal(of("a star and a circle"), torch.zeros_like(of("a star")))
+
+
+def test_teaching_makes_the_binding_readable():
+    torch.manual_seed(0)
+    encoder, projection = build_encoder(), nn.Linear(96, 128)
+    # Saying nothing explains 0; the shipped run (800 steps from a tuned encoder) reached 0.99.
+    assert teach_binding(encoder, projection, steps=120, batch=32, captions=3000) > 0.03
 
 
 def test_batches_have_one_length_and_resume_where_they_stopped():

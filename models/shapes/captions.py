@@ -228,7 +228,7 @@ def parse(caption: str) -> tuple[str, dict[str, Any]]:
 def altered(caption: str, rng: np.random.Generator) -> str:
     """The caption with one thing said differently, in as many words: what its picture does not show.
 
-    Pairs: nouns exchanged where colours or places belong to them (half of the time), else another noun or
+    Pairs: nouns exchanged where colours or places belong to them (most of the time), else another noun or
     colour; counting: mostly another number. Never a held-out combination (drawn again).
     """
     tag, arguments = parse(caption)
@@ -236,11 +236,11 @@ def altered(caption: str, rng: np.random.Generator) -> str:
     while True:
         shapes, colours, count = list(arguments["shapes"]), list(arguments["colours"]), arguments["count"]
         i, coin = int(rng.integers(len(shapes))), rng.random()
-        if tag in ("position", "color_attr") and coin < 0.5:
+        if tag in ("position", "color_attr") and coin < 0.8:
             shapes.reverse()
         elif tag == "counting" and coin < 0.75:
             count = int(rng.choice([n for n in NUMBERS if n != count]))
-        elif colours[i] and coin < 0.75:
+        elif colours[i] and coin < 0.9:
             colours[i] = str(rng.choice([c for c in palette if c not in colours]))
         else:
             shapes[i] = str(rng.choice([s for s in SHAPES if s not in shapes]))

@@ -32,7 +32,7 @@ from visacc.models.shapes.text import (
     build_tokenizer,
     tokenize,
 )
-from visacc.models.shapes.train_text import tune_text_encoder
+from visacc.models.shapes.train_text import teach_binding, tune_text_encoder
 from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, plateau, save_atomic
 from visacc.models.shapes.world import render
 
@@ -59,10 +59,11 @@ class Phase:
     """A stretch of training: warm-up, constant rates for `hold` steps, then linear to zero within `fade` steps.
 
     object_weight: weight of the loss of tokens beside an object (see `data.beside_objects`).
-    tune_text: first teach the text encoder what captions mean (see `train_text`).
+    text: what the text encoder is taught first, "meaning" or "binding" (see `train_text`); "" nothing.
     contrast: weight of a term that wants pictures less likely under a caption that says one thing differently
-        (`captions.altered`), after Condition Contrastive Alignment (arXiv 2410.09347): who is left, who is red,
-        how many. Left out for captions of one object, which the loss of tokens teaches well enough.
+        (`captions.altered`), after Condition Contrastive Alignment (arXiv 2410.09347): who is left, who is red.
+        Only of the tasks in BOUND; the loss of tokens teaches the others well enough.
+    bound: share of micro-batches drawn from the tasks in BOUND alone.
     """
 
     steps: int
@@ -71,17 +72,42 @@ class Phase:
     hold: int
     fade: int
     object_weight: float = 1.0
-    tune_text: bool = False
+    text: str = ""
     contrast: float = 0.0
+    bound: float = 0.0
 
+
+#: Tasks whose captions say what belongs to what.
+BOUND = ("position", "color_attr")
 
 #: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
-#: that knows what belongs to what and a long fade.
+#: that knows what captions mean, then captions that say something else, then a text encoder that shows plainly
+#: what belongs to what, and at last many captions where that matters, with a long fade.
 PHASES = (
     Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
     Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
-    Phase(steps=500, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, tune_text=True),
-    Phase(steps=1300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06),
+    Phase(steps=500, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, text="meaning"),
+    Phase(steps=300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06),
+    Phase(
+        steps=300,
+        muon_lr=0.005,
+        adam_lr=8e-4,
+        hold=500,
+        fade=800,
+        object_weight=3.0,
+        text="binding",
+        contrast=0.06,
+    ),
+    Phase(
+        steps=1200,
+        muon_lr=0.005,
+        adam_lr=8e-4,
+        hold=450,
+        fade=750,
+        object_weight=3.0,
+        contrast=0.06,
+        bound=0.6,
+    ),
 )
 
 
@@ -168,11 +194,11 @@ def optimizers(model: TextToImage, settings: GPTTraining) -> list[torch.optim.Op
 
 
 def batches(lengths: Tensor, micro: int, seed: int, start: int) -> Iterator[Tensor]:
-    """Endless index batches [micro] whose captions have one length, shuffled anew each epoch.
+    """Endless index batches [micro] whose captions have one length, shuffled anew each epoch; length 0 is left out.
 
     `start` batches are skipped, so that a resumed run continues the same sequence.
     """
-    groups = [torch.nonzero(lengths == n).flatten() for n in lengths.unique()]
+    groups = [torch.nonzero(lengths == n).flatten() for n in lengths.unique() if n > 0]
     groups = [group for group in groups if len(group) >= micro]
     skipped, epoch = 0, 0
     while True:
@@ -229,6 +255,19 @@ class Worker:
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
 
 
+def _is_text(name: str) -> bool:
+    return name.startswith("text.") or ".cap_proj." in name
+
+
+def teach_text(model: TextToImage, what: str) -> None:
+    """Tunes the text side on text alone (see `train_text`)."""
+    embedder: Any = model.gpt.cls_embedding
+    if what == "meaning":
+        tune_text_encoder(model.text)
+    else:
+        teach_binding(model.text, embedder.cap_proj)
+
+
 def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage:
     """Trains, or resumes, in `folder`; returns the model with averaged weights."""
     torch.manual_seed(settings.seed)
@@ -241,7 +280,8 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     words, mask = tokenize(build_tokenizer(), captions)
     lengths = mask.sum(1)
     rng = np.random.default_rng(settings.seed)
-    others = [c if parse(c)[0] in ("single_object", "colors") else altered(c, rng) for c in captions]
+    is_bound = torch.tensor([parse(caption)[0] in BOUND for caption in captions])
+    others = [altered(c, rng) if mark else c for c, mark in zip(captions, is_bound.tolist(), strict=True)]
     other_words = tokenize(build_tokenizer(), others)[0]
     beside = beside_objects(codes, object_codes(dataset, codes, GPT_CONFIG.vocab_size))
     start = 0
@@ -256,23 +296,26 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     log = JsonLog(folder / "gpt.jsonl")
     parts = settings.batch // settings.micro
     order = batches(lengths, settings.micro, settings.seed, start * parts)
+    bound = batches(torch.where(is_bound, lengths, 0), settings.micro, settings.seed + 1, start * parts)
     slow_params: list[Tensor] = list(model.parameters())
     began, losses = time.time(), []
     for step in range(start, settings.steps):
         phase, within = settings.phase_at(step)
-        if within == 0 and phase.tune_text:
-            tune_text_encoder(model.text)
-            average.state |= {
-                f"text.{name}": value.clone() for name, value in model.text.state_dict().items()
-            }
-            for parameter in model.text.parameters():
-                opts[1].state.pop(parameter, None)
+        if within == 0 and phase.text:
+            teach_text(model, phase.text)
+            for name, value in model.state_dict().items():
+                if _is_text(name):
+                    average.state[name] = value.clone()
+            for name, parameter in model.named_parameters():
+                if _is_text(name):
+                    opts[1].state.pop(parameter, None)
         factor = plateau(within, phase.hold, phase.fade)
         for opt, rate in zip(opts, (phase.muon_lr, phase.adam_lr), strict=True):
             for group in opt.param_groups:
                 group["lr"] = rate * factor
         g = torch.Generator().manual_seed(settings.seed * 10_000_019 + step)
-        picks = [next(order) for _ in range(parts)]
+        only = (torch.rand(parts, generator=torch.Generator().manual_seed(step)) < phase.bound).tolist()
+        picks = [(next(order), next(bound))[choice] for choice in only]
         drops = [torch.rand(len(pick), generator=g) < GPT_CONFIG.class_dropout_prob for pick in picks]
         work = [
             (codes[p], words[p, :n], d, beside[p], other_words[p, :n])
