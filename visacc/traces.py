@@ -28,10 +28,16 @@ def encode_grid(grid: Tensor) -> list[list[str]]:
 
 def decode_grid(frames: Sequence[Sequence[str]]) -> np.ndarray:
     """float64 [T, H, W] of what :func:`encode_grid` wrote. Raises ``ValueError`` if it is no such grid."""
-    rows = [[np.array(row.split(), dtype=np.float64) for row in frame] for frame in frames]
-    grid = np.array(rows, dtype=np.float64)  # rows of unequal length raise here
+    wrong = "a grid of steps is a list of frames, each a list of rows like '1 1 2 3', all of one length"
+    if not isinstance(frames, list) or not all(isinstance(frame, list) for frame in frames):
+        raise ValueError(wrong)
+    try:
+        rows = [[[float(word) for word in row.split()] for row in frame] for frame in frames]
+        grid = np.array(rows, dtype=np.float64)  # rows of unequal length raise here
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(wrong) from None
     if grid.ndim != 3 or not grid.size or not np.isfinite(grid).all() or grid.min() < 0:
-        raise ValueError(f"a grid of steps has frames, rows and columns of numbers, got shape {grid.shape}")
+        raise ValueError(wrong)
     return grid
 
 

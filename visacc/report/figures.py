@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -136,14 +137,13 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 def _bars(numbers: Sequence[Number]) -> list[list[float]] | None:
     """Distances down and up for matplotlib; None where no point has an interval."""
-    if all(n.low is None or n.high is None for n in numbers):
-        return None
     down, up = [], []
     for n in numbers:
         value = n.value or 0.0
-        down.append(max(value - n.low, 0.0) if n.low is not None else 0.0)
-        up.append(max(n.high - value, 0.0) if n.high is not None else 0.0)
-    return [down, up]
+        down.append(value - n.low if n.low is not None else 0.0)
+        up.append(n.high - value if n.high is not None else 0.0)
+    bars = [[d if math.isfinite(d) and d > 0 else 0.0 for d in side] for side in (down, up)]
+    return bars if any(map(any, bars)) else None
 
 
 def _svg(figure: Any, name: str) -> str:

@@ -20,6 +20,9 @@ class Number:
     high: float | None = None
     spread: float | None = None
 
+    def __post_init__(self) -> None:
+        _check_numbers(self.value, self.low, self.high, self.spread)
+
 
 @dataclass(frozen=True)
 class Column:
@@ -76,6 +79,9 @@ class Picture:
     grid: np.ndarray | None = None
     verdict: str = ""
 
+    def __post_init__(self) -> None:
+        _check_numbers(self.steps)
+
 
 @dataclass
 class Method:
@@ -97,6 +103,12 @@ class Method:
     tokens: float | None = None
     pictures: dict[tuple[str, int], Picture] = field(default_factory=dict)
     mean_grid: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.label, str) or not isinstance(self.name, str):
+            raise TypeError(f"expected a name, got {self.label!r} and {self.name!r}"[:120])
+        _check_numbers(self.tokens)
+        check_counts(self.histogram)
 
 
 @dataclass
@@ -179,6 +191,19 @@ def sweeps(entries: Sequence[tuple[str, Mapping[str, Any]]], labels: Sequence[st
         number = all(isinstance(o.get(knob), (int, float)) for o in peers) if knob else False
         found.append((decoder, f"{options[knob]:g}") if number else (label, ""))
     return found
+
+
+def _check_numbers(*values: Any) -> None:
+    for value in values:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"expected a number, got {value!r}"[:120])
+
+
+def check_counts(values: Any) -> None:
+    """Raise ``TypeError`` unless it is a list of counts."""
+    good = isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    if not good or len(values) > 1_000_000:
+        raise TypeError(f"expected a list of counts, got {values!r}"[:120])
 
 
 def _finite(value: float | None) -> bool:

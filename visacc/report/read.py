@@ -21,20 +21,24 @@ _EXPECTED = (
 Reader = Callable[[Any, Path], Report]
 
 
+class NamedError(ValueError):
+    """Says already which file or folder is at fault."""
+
+
 def read_json(path: Path) -> Any:
     """Content of a JSON file. Raises ``ValueError`` naming the file and the place where it breaks."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise NamedError(
             f"{path} is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg}); was the run interrupted?"
         ) from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file in UTF-8") from None
+        raise NamedError(f"{path} is not a text file in UTF-8") from None
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be the file of a run") from None
+        raise NamedError(f"{path} is nested too deeply to be the file of a run") from None
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+        raise NamedError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def kind_of(data: Any) -> str:
@@ -112,7 +116,9 @@ def load(runs: Sequence[str | Path]) -> Report:
         if kinds[0] == "generate":
             return read_generate.read(found)
         return readers[kinds[0]](found[0][1], found[0][0].parent)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ArithmeticError) as error:
+        if isinstance(error, NamedError):
+            raise
         names = ", ".join(map(str, files))
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{names} is damaged or of another version of visacc: {reason}") from error
@@ -120,7 +126,9 @@ def load(runs: Sequence[str | Path]) -> Report:
 
 def inside(folder: Path, name: Any) -> Path:
     """A file of the run. Raises ``ValueError`` for names that lead out of its folder."""
-    path = (folder / str(name)).resolve()
+    if not isinstance(name, str) or "\0" in name:
+        raise NamedError(f"the run in {folder} names a file {name!r}, which is no file name")
+    path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"the run in {folder} names a file outside of its folder: {name}")
+        raise NamedError(f"the run in {folder} names a file outside of its folder: {name}")
     return path

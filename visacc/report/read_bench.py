@@ -58,7 +58,7 @@ def read(data: Mapping[str, Any], folder: Path) -> Report:
             "batch": data["batch"],
             **data["sampling"],
         },
-        environment=data.get("environment") or {k: data[k] for k in ("visacc", "torch", "device")},
+        environment=dict(data.get("environment", {})) or {k: data[k] for k in ("visacc", "torch", "device")},
         metrics=["geneval"] if judged else [],
     )
     if judged:

@@ -15,6 +15,7 @@ from visacc.report.model import (
     Point,
     Report,
     Table,
+    check_counts,
     comparison,
     mean_length,
     mean_map,
@@ -76,7 +77,9 @@ def read(data: Mapping[str, Any], folder: Path) -> Report:
         report.title = f"Evaluation of {settings['model']} on {data['prompts']}"
     if tasks:
         task_cells = [_scores(row["scores"], tasks) for row in rows]
-        report.tables.append(Table("Task scores", _heads(tasks), task_cells, "95 % intervals."))
+        report.tables.append(
+            Table("Task scores", _heads(tasks), task_cells, _protocols(_heads(tasks), tasks))
+        )
     paired = _paired(rows, baseline)
     if paired:
         report.tables.append(paired)
@@ -179,6 +182,7 @@ def _method(row: Mapping[str, Any], cell: Path) -> Method:
 
 
 def _add(total: list[int], more: Sequence[int]) -> None:
+    check_counts(more)
     total += [0] * (len(more) - len(total))
     for n, count in enumerate(more):
         total[n] += count

@@ -20,7 +20,7 @@ from visacc.report.model import (
     middle_frame,
     sweeps,
 )
-from visacc.report.read import inside
+from visacc.report.read import NamedError, inside
 from visacc.traces import decode_grid
 
 STEPS = Column("steps", ".1f", note="target forwards per image, mean with its 95 % interval")
@@ -35,7 +35,7 @@ def read(runs: Sequence[Run]) -> Report:
     """Raises ``ValueError`` for runs of different models, whose pictures have nothing in common."""
     models = list(dict.fromkeys(str(data["model"]) for _, data in runs))
     if len(models) > 1:
-        raise ValueError(f"runs of different models cannot be compared: {', '.join(models)}")
+        raise NamedError(f"runs of different models cannot be compared: {', '.join(models)}")
     labels = _labels(runs)
     methods = [_method(label, path.parent, data) for label, (path, data) in zip(labels, runs, strict=True)]
     first = runs[0][1]
@@ -47,7 +47,7 @@ def read(runs: Sequence[Run]) -> Report:
         methods,
         [Table("Speed", [Column("output"), STEPS, COMPRESSION, TAU, FED, SECONDS], cells)],
         settings={"model": models[0], **_settings(runs)},
-        environment=first.get("environment", {}),
+        environment=dict(first.get("environment", {})),
         notes=_notes(runs),
     )
     names = sweeps([(data["decoder"], data["decoder_options"]) for _, data in runs], labels)

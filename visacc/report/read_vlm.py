@@ -57,7 +57,7 @@ def read(data: Mapping[str, Any], _folder: Path) -> Report:
         [Table("Speed", [TAU, RATE, RATIO, DECODE, STOCK, SHARE], cells)],
         comparison("Speed-up of decoding against accepted length", TAU, DECODE, points),
         settings={key: data[key] for key in _SETTINGS},
-        environment=data.get("environment") or {k: data[k] for k in ("device", "threads")},
+        environment=dict(data.get("environment", {})) or {k: data[k] for k in ("device", "threads")},
         notes=[
             f"{_label(row, several)} does not run with this model: {row['failed']}"
             for row in rows
