@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visacc.metrics.extractors.clip_models import ClipModel
-from visacc.metrics.images import to_uint8
+from visacc.metrics.images import resolution_name, to_uint8
 from visacc.metrics.protocol import Protocol, Score
 
 SCALES = ("cosine", "100cos", "gigagan", "clipscore")
@@ -57,6 +57,7 @@ class ClipScore:
     scale: str = "100cos"
     prompts: str = ""
     cosines: list[float] = field(default_factory=list)
+    sizes: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
@@ -85,14 +86,16 @@ class ClipScore:
 
     def update(self, images: Tensor | Sequence[Tensor], texts: Sequence[str]) -> None:
         self.cosines += self.similarity(images, texts).tolist()
+        self.sizes |= {(int(image.shape[-1]), int(image.shape[-2])) for image in images}
 
     def merge_state(self, other: ClipScore) -> None:
         if (other.scale, other.model.weights) != (self.scale, self.model.weights):
             raise ValueError("cannot merge CLIP scores of another model or scale")
         self.cosines += other.cosines
+        self.sizes |= other.sizes
 
     def reset(self) -> None:
-        self.cosines = []
+        self.cosines, self.sizes = [], set()
 
     def compute(self) -> Score:
         return mean_score(
@@ -100,16 +103,33 @@ class ClipScore:
             "clip",
             self.model,
             {"scale": self.scale, "prompts": self.prompts},
+            resolution=resolution_name(self.sizes),
         )
 
 
-def mean_score(values: np.ndarray, metric: str, model: Any, settings: dict[str, str]) -> Score:
-    """Mean with a 95 % normal interval over images."""
+def mean_score(
+    values: np.ndarray,
+    metric: str,
+    model: Any,
+    settings: dict[str, str],
+    *,
+    images: str = "as-is",
+    resolution: str = "",
+    name: str = "custom",
+) -> Score:
+    """Mean with a 95 % normal interval over images. images, resolution, name: see Protocol."""
     if len(values) == 0:
         raise ValueError(f"no images were scored for {metric}")
-    protocol = Protocol(metric, model.name, model.weights, "clip-transform", n_gen=len(values)).with_settings(
-        **{k: v for k, v in settings.items() if v}
-    )
+    protocol = Protocol(
+        metric,
+        model.name,
+        model.weights,
+        "clip-transform",
+        images,
+        resolution,
+        n_gen=len(values),
+        name=name,
+    ).with_settings(**{k: v for k, v in settings.items() if v})
     mean, ci = float(values.mean()), None
     if len(values) > 1:
         half = 1.96 * float(values.std(ddof=1)) / len(values) ** 0.5
@@ -153,4 +173,5 @@ class HPS(ClipScore):
     scale: str = "cosine"
 
     def compute(self) -> Score:
-        return mean_score(np.array(self.cosines), "hps", self.model, {"prompts": self.prompts})
+        settings, resolution = {"prompts": self.prompts}, resolution_name(self.sizes)
+        return mean_score(np.array(self.cosines), "hps", self.model, settings, resolution=resolution)

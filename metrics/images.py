@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,9 +101,16 @@ def _bicubic_256(image: Image.Image) -> Image.Image:
     return tensor_to_pil(to_uint8(x.clamp(0, 1), "trunc")[0])
 
 
+def _squeeze_299(image: Image.Image) -> Image.Image:
+    """299 x 299 whatever the aspect ratio, bilinear without antialias, back to bytes."""
+    x = torch.nn.functional.interpolate(pil_to_tensor(image)[None].float(), (299, 299), mode="bilinear")
+    return tensor_to_pil(x.round().to(torch.uint8)[0])
+
+
 PREPARE: dict[str, Callable[[Image.Image], Image.Image]] = {
     "as-is": lambda image: image,
     "center-crop-lanczos-256": _center_crop_lanczos_256,  # GigaGAN's script: LANTERN, LlamaGen text to image
+    "squeeze-299": _squeeze_299,  # SJD's Inception Score and CLIP score
     "bicubic-256": _bicubic_256,  # LlamaGen class-conditional: bicubic without antialias
 }
 
@@ -170,6 +177,33 @@ class ImageFolder:
             ]
             if batch:
                 yield batch
+
+
+def prepared(path: str | Path, prepare: str = "as-is") -> Tensor:
+    """One image file after its preparation, uint8 [3, h, w]."""
+    if prepare not in PREPARE:
+        raise ValueError(f"unknown image preparation {prepare!r}; known: {', '.join(PREPARE)}")
+    return pil_to_tensor(PREPARE[prepare](load_image(path)))
+
+
+def resolution_name(sizes: Iterable[tuple[int, int]]) -> str:
+    """(width, height) pairs as protocols state them: "512x512", "mixed", or "" if there are none."""
+    found: set[tuple[int, int]] = set()
+    for size in sizes:
+        found.add(tuple(size))  # type: ignore[arg-type]
+        if len(found) > 1:
+            return "mixed"
+    return "{}x{}".format(*found.pop()) if found else ""
+
+
+def file_sizes(files: Iterable[Path]) -> Iterator[tuple[int, int]]:
+    """(width, height) of image files, read from their headers; unreadable ones are left out."""
+    for path in files:
+        try:
+            with Image.open(path) as image:
+                yield image.size
+        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError, ValueError):
+            continue
 
 
 def group_by_size(images: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:

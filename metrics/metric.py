@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from visacc.metrics.extractors.base import Extractor
-from visacc.metrics.images import to_uint8
+from visacc.metrics.images import resolution_name, to_uint8
 from visacc.metrics.npz import load_stats
 from visacc.metrics.protocol import Protocol, Score
 from visacc.metrics.scores import (
@@ -56,6 +56,11 @@ class Metric:
         self.reset()
 
     def reset(self) -> None:
+        """Forget all images."""
+        self.sizes: set[tuple[int, int]] = set()  # (width, height) of generated images
+        self._reset()
+
+    def _reset(self) -> None:
         raise NotImplementedError
 
     def _add(self, rows: Tensor, real: bool) -> None:
@@ -74,6 +79,8 @@ class Metric:
         else:
             batch = [to_uint8(image, self.encoding)[0] for image in images]
         if len(batch):
+            if not real:
+                self.sizes |= {(int(image.shape[-1]), int(image.shape[-2])) for image in batch}
             self._add(self.extractor(batch)[self.head], real)
 
     def update_features(self, rows: Tensor, real: bool = False) -> None:
@@ -93,6 +100,12 @@ class Metric:
                     f"cannot merge {type(other).__name__} of {other.extractor.id} into this metric"
                 )
             self._merge(other)
+            self.sizes |= other.sizes
+
+    @property
+    def resolution(self) -> str:
+        """Of the generated images, as protocols state it."""
+        return resolution_name(self.sizes)
 
 
 class FID(Metric):
@@ -122,7 +135,7 @@ class FID(Metric):
                 f"{extractor.heads[self.head]}: they were made with another extractor"
             )
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         d = self.extractor.heads[self.head]
         self.gen = FeatureStats(d, extractor=self.extractor.id)
         self.ref = FeatureStats(d, extractor=self.extractor.id)
@@ -138,7 +151,8 @@ class FID(Metric):
 
     def compute(self) -> Score:
         ref = self.statistics or self.ref.gaussian(self.reference)
-        a = FeatureSet(self.gen.n, self.extractor.id, given={self.head: self.gen.gaussian("generated set")})
+        gen = {self.head: self.gen.gaussian("generated set")}
+        a = FeatureSet(self.gen.n, self.extractor.id, given=gen, resolution=self.resolution)
         b = FeatureSet(ref.n, ref.extractor, self.reference or ref.source, given={self.head: ref})
         return frechet_score(a, b, base_protocol(self.metric, self.extractor, a, b), head=self.head)
 
@@ -152,7 +166,7 @@ class SFID(FID):
 class _Stored(Metric):
     """Metrics that need every row: memory n * d * 4 bytes."""
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         self.parts: dict[bool, list[Tensor]] = {False: [], True: []}
 
     def _add(self, rows: Tensor, real: bool) -> None:
@@ -166,7 +180,9 @@ class _Stored(Metric):
         if not self.parts[real]:
             raise ValueError(f"no {'reference' if real else 'generated'} images were added")
         rows = torch.cat(self.parts[real])
-        return FeatureSet(len(rows), self.extractor.id, self.reference if real else "", {self.head: rows})
+        if real:
+            return FeatureSet(len(rows), self.extractor.id, self.reference, {self.head: rows})
+        return FeatureSet(len(rows), self.extractor.id, "", {self.head: rows}, resolution=self.resolution)
 
     def _pair(self) -> tuple[FeatureSet, FeatureSet, Protocol]:
         gen, ref = self._set(False), self._set(True)

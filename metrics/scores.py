@@ -37,6 +37,7 @@ class FeatureSet:
     source: str = ""
     rows: Mapping[str, ArrayLike] = field(default_factory=dict)
     given: Mapping[str, Gaussian] = field(default_factory=dict)  # statistics of heads without rows
+    resolution: str = ""  # of the image files, see Protocol
     _cache: dict[str, Gaussian] = field(default_factory=dict, repr=False)
 
     def gaussian(self, head: str = "features") -> Gaussian:
@@ -86,6 +87,7 @@ def base_protocol(
         extractor.weights,
         extractor.preprocess,
         images,
+        gen.resolution,
         reference,
         None if ref is None else ref.n,
         gen.n,

@@ -150,18 +150,18 @@ def test_work_folders_resume_and_guard(sets: tuple[Path, Path, float], tmp_path:
 def test_protocols_by_name(sets: tuple[Path, Path, float], tmp_path: Path) -> None:
     gen, ref, _ = sets
     assert "unknown protocol" in str(call("fid", gen, ref, "--protocol", "coco").exception)
-    from visacc.eval.score import _apply_recipe, _named
+    from visacc.eval.spec import apply_recipe, named
     from visacc.metrics.protocol import Protocol, Score
 
-    spec, chosen = _apply_recipe({"metric": "fid", "reference": "x", "protocol": "gigagan-coco5k"})
+    spec, chosen = apply_recipe({"metric": "fid", "reference": "x", "protocol": "gigagan-coco5k"})
     assert spec["extractor_options"] == {"flavour": "clean-fid"}
     assert spec["prepare"] == spec["reference_prepare"] == "center-crop-lanczos-256"
     with pytest.raises(ValueError, match="fixes prepare"):
-        _apply_recipe({"metric": "fid", "protocol": "gigagan-coco5k", "prepare": "as-is"})
-    full = _named(Score(1.0, Protocol("fid", "i", n_gen=5000, n_ref=5000)), chosen)
+        apply_recipe({"metric": "fid", "protocol": "gigagan-coco5k", "prepare": "as-is"})
+    full = named(Score(1.0, Protocol("fid", "i", n_gen=5000, n_ref=5000)), chosen)
     assert full.protocol.name == "gigagan-coco5k"
     assert full.protocol.id.startswith("gigagan-coco5k:")
-    small = _named(Score(1.0, Protocol("fid", "i", n_gen=30, n_ref=5000)), chosen)
+    small = named(Score(1.0, Protocol("fid", "i", n_gen=30, n_ref=5000)), chosen)
     assert small.protocol.name == "custom"
     assert "30 generated images instead of 5000" in small.warnings[0]
 

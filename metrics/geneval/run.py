@@ -93,12 +93,14 @@ def score_files(
             yield record(name, metadata, verdict.correct, verdict.reason, verdict.details)
 
 
-def to_scores(records: Sequence[Mapping[str, Any]], judge_id: str, prompts: str) -> list[Score]:
-    """Overall and per-task scores (fractions) with 95 % intervals."""
+def to_scores(
+    records: Sequence[Mapping[str, Any]], judge_id: str, prompts: str, resolution: str = ""
+) -> list[Score]:
+    """Overall and per-task scores (fractions) with 95 % intervals. resolution: of the images, see Protocol."""
     from visacc.metrics.geneval.summary import summarise
 
     summary = summarise(records)
-    base = Protocol("geneval", judge_id, "-", reference="", n_gen=summary.images).with_settings(
+    base = Protocol("geneval", judge_id, "-", resolution=resolution, n_gen=summary.images).with_settings(
         prompts=prompts, n_prompts=summary.prompts
     )
     scores = [Score(summary.overall, base, ci=summary.ci["overall"])]

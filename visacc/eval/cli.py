@@ -83,7 +83,8 @@ def _features(
     quiet: bool,
 ) -> None:
     from visacc.eval.run import folder_task
-    from visacc.eval.score import check_spec, score
+    from visacc.eval.score import score
+    from visacc.eval.spec import check_spec
     from visacc.eval.world import join
 
     spec = {"metric": names, **({"reference": reference} if reference else {}), **spec}
@@ -196,10 +197,13 @@ def clip(
     prompts: Annotated[
         Path, typer.Argument(help="Text file: one prompt per image, in natural order of the names.")
     ],
-    model: Annotated[str, typer.Option(help="open_clip architecture.")] = "ViT-B-16",
-    pretrained: Annotated[str, typer.Option(help="open_clip tag.")] = "openai",
-    scale: Annotated[str, typer.Option(help="cosine, 100cos, gigagan, clipscore.")] = "100cos",
+    model: Annotated[str | None, typer.Option(help="open_clip architecture (ViT-B-16).")] = None,
+    pretrained: Annotated[str | None, typer.Option(help="open_clip tag (openai).")] = None,
+    scale: Annotated[str | None, typer.Option(help="cosine, 100cos, gigagan, clipscore (100cos).")] = None,
     hps: Annotated[str | None, typer.Option(help="Score HPS v2.0 or v2.1 instead.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="A paper's: sjd-clip, gigagan-clip, lantern-hps.")
+    ] = None,
     weights: Weights = None,
     work: Work = None,
     out: Out = None,
@@ -210,18 +214,26 @@ def clip(
     """CLIP score (or HPS) of images with their prompts."""
     from visacc.eval.prompts import load_prompts
     from visacc.eval.run import folder_task
-    from visacc.eval.score import check_spec, score
+    from visacc.eval.score import score
+    from visacc.eval.spec import check_spec
     from visacc.eval.world import join
+    from visacc.metrics.recipes import text_recipe
 
-    spec: dict[str, Any] = {
-        "metric": "clip",
-        "model": model,
-        "pretrained": pretrained,
-        "scale": scale,
-        "batch": batch,
-    }
-    if hps is not None:
-        spec = {"metric": "hps", "version": hps, "batch": batch}
+    spec: dict[str, Any] = {"metric": "clip", "batch": batch}
+    if protocol is not None:
+        given = {"--model": model, "--pretrained": pretrained, "--scale": scale, "--hps": hps}
+        spoken = [name for name, value in given.items() if value is not None]
+        if spoken:
+            raise ValueError(f"--protocol fixes the model and the scale; leave {', '.join(spoken)} out")
+        spec |= {"metric": text_recipe(protocol).metric, "protocol": protocol}
+    elif hps is not None:
+        spec |= {"metric": "hps", "version": hps}
+    else:
+        spec |= {
+            "model": model or "ViT-B-16",
+            "pretrained": pretrained or "openai",
+            "scale": scale or "100cos",
+        }
     if weights is not None:
         spec["weights"] = str(weights)
     check_spec(spec)
@@ -264,7 +276,8 @@ def geneval(
     import shutil
 
     from visacc.eval.prompts import load_prompts
-    from visacc.eval.score import Task, check_spec, geneval_results, score
+    from visacc.eval.score import Task, geneval_results, score
+    from visacc.eval.spec import check_spec
     from visacc.eval.world import join
     from visacc.metrics.geneval import pairs, read_results, scan, summarise
 

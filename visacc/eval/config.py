@@ -17,7 +17,7 @@ _KEYS = {
     "model": "name, folder, file or hub id (visacc list models)",
     "model_options": "options of visacc.load: dtype, image_size, ...",
     "pipeline": "package.module:function returning a pipeline, instead of model",
-    "prompts": "geneval, shapes, shapes-heldout, labels:1000x50, FILE.txt or FILE.jsonl",
+    "prompts": "geneval, shapes, shapes-heldout, labels:1000x50, FILE.txt, FILE.jsonl or FOLDER of .txt files",
     "limit": "only the first prompts",
     "samples_per_prompt": "images per prompt (1)",
     "seed": "base seed (0)",
@@ -145,7 +145,7 @@ def parse(data: Any, *, output: str | Path | None = None, base: Path = Path()) -
     if baseline not in [c.name for c in cells]:
         raise ValueError(f"baseline {baseline!r} is none of the cells {', '.join(c.name for c in cells)}")
     prompts = str(data["prompts"])
-    if (base / prompts).is_file():
+    if (base / prompts).exists():
         prompts = str(base / prompts)
     simple = {
         k: data[k]

@@ -14,15 +14,19 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """texts (or class labels) in order; metadata: GenEval clauses per prompt, None if there are none."""
+    """texts (or class labels) in order; metadata: GenEval clauses per prompt, None if there are none; ids: names of
+    the prompts where they come from a folder (DPG-Bench).
+    """
 
     name: str
     texts: tuple[str | int, ...]
     metadata: tuple[Metadata, ...] | None = None
+    ids: tuple[str, ...] | None = None
 
     @property
     def digest(self) -> str:
-        return digest([list(self.texts), list(self.metadata or ())])
+        parts: list[Any] = [list(self.texts), list(self.metadata or ())]
+        return digest(parts if self.ids is None else [*parts, list(self.ids)])
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -45,7 +49,7 @@ def _labels(source: str) -> PromptSet:
 
 def load_prompts(source: str, limit: int | None = None) -> PromptSet:
     """geneval | shapes | shapes-heldout | labels:1000x50 | FILE.txt (one a line) | FILE.jsonl ({"prompt":
-    ...}).
+    ...}) | FOLDER of one .txt per prompt (DPG-Bench).
     """
     if source == "geneval":
         from visacc.metrics.geneval import official_prompts
@@ -63,11 +67,24 @@ def load_prompts(source: str, limit: int | None = None) -> PromptSet:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         metadata = found.metadata[:limit] if found.metadata else None
-        found = PromptSet(f"{found.name}[:{limit}]", found.texts[:limit], metadata)
+        ids = found.ids[:limit] if found.ids else None
+        found = PromptSet(f"{found.name}[:{limit}]", found.texts[:limit], metadata, ids)
     return found
 
 
+def _from_folder(path: Path) -> PromptSet:
+    from visacc.metrics.dpg import read_prompts
+
+    found = read_prompts(path)
+    empty = [key for key, text in found.items() if not text]
+    if empty:
+        raise ValueError(f"{path / empty[0]}.txt holds no prompt")
+    return PromptSet(path.name, tuple(found.values()), ids=tuple(found))
+
+
 def _from_file(path: Path) -> PromptSet:
+    if path.is_dir():
+        return _from_folder(path)
     if not path.is_file():
         raise ValueError(
             f"no prompt file {path}; known sets: geneval, shapes, shapes-heldout, labels:CLASSES[xEACH]"

@@ -10,9 +10,11 @@ from typing import Any
 from visacc.eval.config import Cell, Config
 from visacc.eval.files import write_json, write_text
 from visacc.eval.generate import Builder, Images, Pipeline, generate_cell
+from visacc.eval.grids import write_grids
 from visacc.eval.lock import claim
 from visacc.eval.prompts import PromptSet, load_prompts
-from visacc.eval.score import Task, check_spec, geneval_results, metric_names, score
+from visacc.eval.score import Task, geneval_results, score
+from visacc.eval.spec import check_spec, metric_names
 from visacc.eval.table import Row, Speed, markdown
 from visacc.eval.world import World, join
 from visacc.metrics.protocol import Score
@@ -82,6 +84,8 @@ def _run(
             partial(make, cell),
             quiet=quiet,
         )
+        images = Images(config.output / cell.name / "images", prompts, config.samples_per_prompt)
+        write_grids(world, images, prompts, config.output / cell.name / "dpg")
     rows = []
     for cell in config.decoders:
         scores = score_cell(world, config, cell, prompts, quiet=quiet)
@@ -135,9 +139,14 @@ def _paired(config: Config, name: str) -> Mapping[str, Any]:
 
 
 def folder_task(images: Path, work: Path, *, texts: list[str] | None = None, quiet: bool = False) -> Task:
-    """A plain folder of images as a scoring task."""
+    """A plain folder of images, or the arr_0 array of an .npz file, as a scoring task."""
     from visacc.metrics.images import list_images
+    from visacc.metrics.npz import NpzImages
 
+    if images.suffix == ".npz":
+        if texts is not None:
+            raise ValueError(f"prompts need a folder of images in natural order, not {images}")
+        return Task([images], images, work, quiet=quiet, source=NpzImages(images))
     files = list_images(images)
     if texts is not None and len(texts) != len(files):
         raise ValueError(f"{images} holds {len(files)} images but {len(texts)} prompts were given")

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from visacc.eval.chunks import Chunks, run_chunks
-from visacc.eval.features import BATCH, extract
+from visacc.eval.features import BATCH, Source, extract
 from visacc.eval.files import read_json, write_json, write_text
 from visacc.eval.prompts import PromptSet
 from visacc.eval.reference import reference_features
+from visacc.eval.spec import (
+    TEXT_METRICS,
+    apply_recipe,
+    apply_text_recipe,
+    check_spec,
+    metric_names,
+    named,
+    spec_key,
+)
 from visacc.eval.world import World
 from visacc.metrics.extractors.base import Extractor
-from visacc.metrics.images import ImageFolder, load_image, pil_to_tensor
-from visacc.metrics.protocol import Recipe, Score, digest, recipe
+from visacc.metrics.images import ImageFolder, file_sizes, prepared, resolution_name
+from visacc.metrics.npz import NpzImages
+from visacc.metrics.protocol import Score, digest
 from visacc.metrics.scores import NEEDS, compute, heads_for
-
-TEXT_METRICS = ("clip", "hps")
-FEATURE_KEYS = {"metric", "extractor", "extractor_options", "weights", "reference", "reference_prepare", "prepare",
-                "protocol", "batch", "on_error", "mixed_sizes", *NEEDS}  # fmt: skip
-GENEVAL_KEYS = {"metric", "detector", "detector_options", "weights", "colour_model", "colour_pretrained",
-                "colour_weights", "thresholds", "batch"}  # fmt: skip
-TEXT_KEYS = {"metric", "model", "pretrained", "weights", "scale", "version", "batch"}
 
 
 @dataclass
@@ -41,41 +44,14 @@ class Task:
     shared: Path | None = None  # where the reference's features lie
     quiet: bool = False
     bootstrap: bool = True
+    source: Source | None = None  # where images come from if not one file each
 
-
-def metric_names(spec: Mapping[str, Any]) -> list[str]:
-    names = spec["metric"]
-    return [names] if isinstance(names, str) else list(names)
-
-
-def check_spec(spec: Mapping[str, Any]) -> None:
-    """Refuse a metric entry that cannot work, before anything is generated."""
-    names = metric_names(spec)
-    if names == ["geneval"]:
-        allowed = GENEVAL_KEYS
-    elif len(names) == 1 and names[0] in TEXT_METRICS:
-        allowed = TEXT_KEYS
-    else:
-        known = [*NEEDS, "geneval", *TEXT_METRICS]
-        odd = [n for n in names if n not in NEEDS]
-        if odd:
-            raise ValueError(
-                f"unknown metric {odd[0]!r}; known: {', '.join(known)} (geneval, clip and hps stand alone)"
-            )
-        allowed = FEATURE_KEYS
-        if any(NEEDS[n][1] for n in names) and "reference" not in spec:
-            raise ValueError(
-                f"metric {', '.join(names)} needs `reference`: a folder, an .npz file or shapes:COUNT"
-            )
-    unknown = [k for k in spec if k not in allowed]
-    if unknown:
-        raise ValueError(
-            f"metric entry {names}: unknown key {unknown[0]!r}; known: {', '.join(sorted(allowed))}"
-        )
-
-
-def spec_key(spec: Mapping[str, Any]) -> str:
-    return f"{'+'.join(metric_names(spec))}-{digest(dict(spec), 8)}"
+    def resolution(self) -> str:
+        """Of the images, as protocols state it."""
+        if isinstance(self.source, NpzImages):
+            _, height, width, _ = self.source.shape
+            return resolution_name([(width, height)])
+        return resolution_name(file_sizes(self.files))
 
 
 def score(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
@@ -94,25 +70,6 @@ def score(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
             write_json(done, {"spec": dict(spec), "scores": [s.to_json() for s in scores]})
     world.barrier()
     return [Score.from_json(s) for s in read_json(done)["scores"]]
-
-
-def _apply_recipe(spec: Mapping[str, Any]) -> tuple[dict[str, Any], Recipe | None]:
-    """A paper's protocol by name fills in extractor, its options and the image preparation."""
-    if "protocol" not in spec:
-        return dict(spec), None
-    chosen = recipe(str(spec["protocol"]))
-    fixed = {
-        "extractor": chosen.extractor,
-        "extractor_options": {**dict(chosen.options), **spec.get("extractor_options", {})},
-        "prepare": chosen.images,
-        "reference_prepare": chosen.reference_images,
-    }
-    for key, value in fixed.items():
-        if key in spec and key != "extractor_options" and spec[key] != value:
-            raise ValueError(
-                f"protocol {chosen.name!r} fixes {key} to {value!r}, the entry says {spec[key]!r}"
-            )
-    return {**spec, **fixed}, chosen
 
 
 def _builder(spec: Mapping[str, Any], heads: Sequence[str], world: World) -> Callable[[], Extractor]:
@@ -140,11 +97,13 @@ def _builder(spec: Mapping[str, Any], heads: Sequence[str], world: World) -> Cal
 
 
 def _features(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
-    spec, chosen = _apply_recipe(spec)
+    spec, chosen = apply_recipe(spec)
     names = metric_names(spec)
     heads, batch = heads_for(names), int(spec.get("batch", BATCH))
     build = _builder(spec, heads, world)
-    images = ImageFolder(
+    if task.source is not None and spec.get("prepare", "as-is") != "as-is":
+        raise ValueError(f"images of {task.root} are taken as they are; prepare must be 'as-is'")
+    images = task.source or ImageFolder(
         task.files,
         prepare=spec.get("prepare", "as-is"),
         mixed_sizes=bool(spec.get("mixed_sizes", False)),
@@ -173,6 +132,7 @@ def _features(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
         )
     if not world.main:
         return []
+    gen.resolution = task.resolution()
     options = {n: spec[n] for n in names if n in spec}
     scores = compute(
         names,
@@ -183,19 +143,7 @@ def _features(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
         options=options,
         bootstrap=task.bootstrap,
     )
-    return [_named(s, chosen) for s in scores]
-
-
-def _named(score: Score, chosen: Recipe | None) -> Score:
-    """Put a paper's protocol name on a score only if its counts are met; else say why not."""
-    if chosen is None:
-        return score
-    wrong = chosen.check_counts(score.protocol.n_gen or 0, score.protocol.n_ref)
-    if score.name not in chosen.metrics:
-        wrong = wrong or f"{chosen.name!r} does not define {score.name!r}"
-    if wrong:
-        return replace(score, warnings=(*score.warnings, wrong))
-    return replace(score, protocol=replace(score.protocol, name=chosen.name))
+    return [named(s, chosen) for s in scores]
 
 
 def build_judge(spec: Mapping[str, Any], world: World) -> Any:
@@ -252,7 +200,8 @@ def _geneval(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
     if not world.main:
         return []
     name = task.prompts.name if task.prompts else "folder"
-    return to_scores(read_results(results), read_json(folder / "judge.json")["id"], name)
+    judge_id = read_json(folder / "judge.json")["id"]
+    return to_scores(read_results(results), judge_id, name, task.resolution())
 
 
 def geneval_results(work: Path, spec: Mapping[str, Any]) -> Path:
@@ -266,8 +215,6 @@ def build_text_model(spec: Mapping[str, Any], world: World, prompts: str) -> Any
     from visacc.metrics.extractors.clip_models import ClipModel
 
     if spec["metric"] == "hps":
-        if "version" not in spec:
-            raise ValueError("hps needs `version: v2.0` or `version: v2.1`; both are in print and differ")
         return HPS(hps_model(spec["version"], spec.get("weights"), world.device), prompts=prompts)
     model = ClipModel(
         spec.get("model", "ViT-B-16"), spec.get("pretrained", "openai"), spec.get("weights"), world.device
@@ -284,6 +231,8 @@ def _text(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
         )
     if any(not isinstance(t, str) for t in task.texts):
         raise ValueError(f"{spec['metric']} needs text prompts; these are class labels")
+    spec = apply_text_recipe(spec)
+    prepare = str(spec.get("prepare", "as-is"))
     folder = task.work / f"{spec['metric']}-{digest(dict(spec))}"
     chunks = Chunks(folder / "chunks", len(task.files), int(spec.get("batch", BATCH)))
     prompts = task.prompts.name if task.prompts else ""
@@ -293,7 +242,7 @@ def _text(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
 
     def work(chunk: int, start: int, stop: int) -> None:
         assert model is not None and task.texts is not None
-        images = [pil_to_tensor(load_image(f)) for f in task.files[start:stop]]
+        images = [prepared(f, prepare) for f in task.files[start:stop]]
         cosines = model.similarity(images, [str(t) for t in task.texts[start:stop]]).tolist()
         write_json(chunks.path(chunk), {"cosines": cosines})
 
@@ -306,7 +255,17 @@ def _text(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
     info = read_json(folder / "model.json")
     scale = "cosine" if spec["metric"] == "hps" else spec.get("scale", "100cos")
     settings = {"prompts": prompts} | ({} if spec["metric"] == "hps" else {"scale": scale})
-    return [mean_score(scale_cosines(cosines, scale), str(spec["metric"]), _Named(**info), settings)]
+    return [
+        mean_score(
+            scale_cosines(cosines, scale),
+            str(spec["metric"]),
+            _Named(**info),
+            settings,
+            images=prepare,
+            resolution=task.resolution(),
+            name=str(spec.get("protocol", "custom")),
+        )
+    ]
 
 
 @dataclass
