@@ -6,14 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from launch import torchrun
+from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llamagen
 
 from visacc import generate_files
 from visacc.cli import main
+from visacc.drafters.checkpoint import load_drafter
 from visacc.eval.world import World
 from visacc.generate_files import Job, run_share, share
 from visacc.pipeline import TextToImagePipeline
+from visacc.speculate.checkpoints import load_drafter as load_vlm_drafter
+from visacc.train.drafter import DrafterTraining, new_drafter
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,27 @@ def test_model_options(tmp_path: Path, model: Path, capsys: pytest.CaptureFixtur
     assert stop.value.code == 0
 
 
+def test_commands_that_run_alone_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for line in (["list"], ["caption", "a.png"], ["train", "lpd", str(tmp_path)]):
+        with pytest.raises(SystemExit) as stop:
+            main(line)
+        assert stop.value.code == 2
+        assert "runs as one process, but the launcher started 2" in capsys.readouterr().err
+
+
+def test_sharding_of_drafters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from visacc.train.processes import make_accelerator
+
+    kinds = accelerate.utils.DistributedType
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kinds.FSDP))
+    with pytest.raises(RuntimeError, match="configured for FSDP, but drafters are small"):
+        make_accelerator(torch.device("cpu"))
+
+
 @pytest.mark.slow
 def test_generate_by_two_processes(tmp_path: Path, model: Path) -> None:
     """The command as users start it, seed drawn by the main process."""
@@ -123,3 +149,115 @@ def test_generate_by_two_processes(tmp_path: Path, model: Path) -> None:
     assert stop.value.code == 0
     assert files(tmp_path / "two") == files(tmp_path / "one")
     assert record(tmp_path / "two") == record(tmp_path / "one")
+
+
+DRAFTER_RANKS = """
+import sys, hashlib
+from pathlib import Path
+import torch
+from tiny import tiny_llamagen
+from visacc.sampling import SamplingParams
+from visacc.train.drafter import DrafterTraining, train_drafter
+
+out = Path(sys.argv[1])
+settings = DrafterTraining(steps=6, batch=2, pool=4, lr=1e-3, eval_every=3, eval_prompts=1, save_every=3, log_every=1,
+                           tree="chain-2")
+sampling = SamplingParams(guidance_scale=2.0, top_k=16)
+made = train_drafter(tiny_llamagen(grid=4, vocab=16), list(range(8)), [9], out, settings, sampling, echo=lambda _: None)
+rank = torch.distributed.get_rank()
+assert (out / "drafter" / "model.safetensors").is_file()
+torch.save(made.state_dict(), out / f"rank-{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_image_drafter_by_two_processes(tmp_path: Path) -> None:
+    """Both processes sample for themselves and end with the same weights; one of them writes."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "ranks.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{DRAFTER_RANKS}")
+    done = torchrun(str(script), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = tmp_path / "run"
+    one, two = (torch.load(run / f"rank-{rank}.pt", weights_only=True) for rank in range(2))
+    fresh = new_drafter(tiny_llamagen(grid=4, vocab=16), DrafterTraining()).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], fresh["fc.weight"])
+    saved = load_drafter(run / "drafter").state_dict()
+    assert all(torch.equal(saved[name], one[name]) for name in one)
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in rows if "tau" in r] == [3, 6]
+    # the processes draw from different pools of samples
+    codes = [load_file(run / f"samples-{rank}.safetensors")["codes"] for rank in range(2)]
+    assert not torch.equal(*codes)
+
+
+@pytest.mark.slow
+def test_train_drafter_command_by_two_processes(tmp_path: Path, model: Path) -> None:
+    """... and goes on alone where they stopped."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "labels.txt").write_text("\n".join(map(str, range(10))))
+    line = [
+        "train",
+        "drafter",
+        "-m",
+        str(model),
+        "--prompts",
+        str(tmp_path / "labels.txt"),
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    line += ["--held-out", "1", "--batch", "2", "--pool", "4", "--tree", "chain-2", "--guidance-scale", "2"]
+    done = torchrun("-m", "visacc", *line, "--steps", "2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("drafter written to") == 1
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 2
+    with pytest.raises(SystemExit) as stop:
+        main([*line, "--steps", "3"])
+    assert stop.value.code == 0
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 3
+
+
+VLM_RANKS = """
+import sys
+from pathlib import Path
+import torch
+import vlm_tiny
+from visacc.models.vlm.target import VLMTarget
+from visacc.speculate.harvest import OnlineHarvester
+from visacc.speculate.losses import LossSpec
+from visacc.speculate.train import DrafterTraining, default_config, resampled, train_drafter
+
+out = Path(sys.argv[1])
+case = vlm_tiny.llava()
+target = VLMTarget(case.model)
+harvest = OnlineHarvester(target, max_new_tokens=8)
+# one batch with pictures and one without: ViSpec's image adaptor is unused in the second
+text = {"input_ids": torch.randint(3, 80, (2, 6), generator=torch.Generator().manual_seed(1)),
+        "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+source = resampled([harvest(case.inputs), harvest(text)])
+options = DrafterTraining(steps=4, lr=1e-3, warmup=1, check_every=2, log_every=1, autocast=False)
+seen = []
+made = train_drafter(target, default_config("vispec", target), source, out, options, spec=LossSpec(),
+                     evaluate=lambda drafter: seen.append(1) or {"tau": 1.0})
+rank = torch.distributed.get_rank()
+torch.save({"weights": made.state_dict(), "measured": torch.tensor(len(seen))}, out / f"rank-{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_vlm_drafter_by_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "ranks.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{VLM_RANKS}")
+    done = torchrun(str(script), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (torch.load(tmp_path / "run" / f"rank-{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in one["weights"])
+    assert (int(one["measured"]), int(two["measured"])) == (2, 0)
+    saved = load_vlm_drafter(tmp_path / "run" / "drafter").state_dict()
+    for name, value in saved.items():
+        torch.testing.assert_close(value, one["weights"][name], atol=1e-3, rtol=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]

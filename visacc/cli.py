@@ -30,13 +30,21 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+_SHARED = ("generate", "eval", "train")
+"""Commands that several processes share; the others must run alone."""
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version."
     ),
 ) -> None:
-    pass
+    if os.environ.get("WORLD_SIZE", "1") != "1" and context.invoked_subcommand not in (*_SHARED, None):
+        from visacc.eval.world import refuse_several
+
+        refuse_several(f"visacc {context.invoked_subcommand}")
 
 
 @app.command("list")

@@ -9,7 +9,22 @@ from typing import Any
 
 import torch
 
-_PATIENCE = timedelta(days=7)  # a rank may wait for another's share of a long run
+PATIENCE = timedelta(days=7)
+"""How long a rank waits for another's share of a long run."""
+
+
+def several() -> bool:
+    """Whether a launcher (accelerate, torchrun, Slurm through them) started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def refuse_several(command: str) -> None:
+    """Raise ``RuntimeError`` if a command that works alone was started as several processes."""
+    if several():
+        raise RuntimeError(
+            f"'{command}' runs as one process, but the launcher started {os.environ['WORLD_SIZE']}: they would all do the"
+            " same work and write the same files"
+        )
 
 
 @dataclass
@@ -45,11 +60,6 @@ class World:
         return broadcast_object_list([value])[0]
 
 
-def several() -> bool:
-    """Whether a launcher (accelerate, torchrun, Slurm through them) started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def join(device: str | None = None) -> World:
     """The world this process belongs to. device: overrides the automatic choice (first or own GPU, else
     CPU).
@@ -67,7 +77,7 @@ def join(device: str | None = None) -> World:
                 "several processes need accelerate: pip install 'visacc[eval]' (or run one process)"
             ) from error
         cpu = device == "cpu" or not torch.cuda.is_available()
-        state = PartialState(cpu=cpu, timeout=_PATIENCE)
+        state = PartialState(cpu=cpu, timeout=PATIENCE)
         if state.num_processes != size:  # set up before, or inherited over a fork: every rank would be rank 0
             raise RuntimeError(
                 f"accelerate was set up in this process for {state.num_processes} process(es), WORLD_SIZE says "

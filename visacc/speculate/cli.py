@@ -131,9 +131,12 @@ def train_drafter_command(
     check_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16 (target).")] = None,
-    distributed: Annotated[bool, typer.Option(help="Under accelerate launch: DDP or FSDP.")] = False,
 ) -> None:
-    """Train (or resume) a drafter on features harvested online."""
+    """Train (or resume) a drafter on features harvested online.
+
+    Several processes: accelerate launch --num_processes 4 -m visacc train vlm-drafter ..., or torchrun. Every process
+    harvests its own batches; gradients are averaged.
+    """
     from visacc.speculate.train_run import train_from_files
 
     train_from_files(
@@ -150,7 +153,6 @@ def train_drafter_command(
         check_every=check_every,
         device=device,
         dtype=_dtype(dtype),
-        distributed=distributed,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from visacc.eval.world import several
 from visacc.models.shapes.train_util import Average, JsonLog, load_checkpoint, save_atomic, schedule
 from visacc.models.vlm.target import VLMTarget
 from visacc.speculate.api import bind
@@ -20,6 +21,7 @@ from visacc.speculate.checkpoints import save_drafter
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.losses import PRESETS, DraftBatch, DraftLoss, LossSpec
+from visacc.train.processes import make_accelerator
 
 Batches = Callable[[int], DraftBatch]
 """Number of a batch -> the batch; the same number always gives the same batch, so that runs can be
@@ -34,7 +36,6 @@ class DrafterTraining:
     Attributes:
         lr: the papers use 5e-5 (MSD, DREAM) and 3e-5 (FLASH) with 68 k samples for 20 to 40 epochs.
         autocast: compute in bfloat16.
-        distributed: let ``accelerate`` place the model (DDP or FSDP, as its launcher was configured).
         average: decay of the averaged weights that are saved; 0 saves the weights themselves.
     """
 
@@ -48,7 +49,6 @@ class DrafterTraining:
     check_every: int = 500
     log_every: int = 50
     autocast: bool = True
-    distributed: bool = False
     average: float = 0.0
 
 
@@ -114,12 +114,16 @@ def train_drafter(
 ) -> Drafter:
     """Train, or resume in ``folder``; the drafter is saved there as ``drafter/`` at every check.
 
+    Under a launcher (``accelerate launch``, ``torchrun``) process r of n takes batches r, r + n, ... and the gradients are
+    averaged; the main process saves, logs and measures.
+
     Args:
         evaluate: called at every check with the drafter, e.g. to measure the accepted length on held-out
             prompts.
 
     Raises:
-        ValueError: the drafter does not fit the target, distributed training without accelerate.
+        ValueError: the drafter does not fit the target.
+        RuntimeError: several processes without accelerate, or with its sharding.
     """
     folder = Path(folder)
     torch.manual_seed(options.seed)
@@ -132,9 +136,10 @@ def train_drafter(
     optimizer: Any = torch.optim.AdamW(
         drafter.parameters(), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
     )
-    world, rank, backward = 1, 0, torch.Tensor.backward
-    if options.distributed:
-        accelerator = _accelerator()
+    world, rank, backward, accelerator = 1, 0, torch.Tensor.backward, None
+    if several():
+        # batches without pictures leave what reads pictures unused
+        accelerator = make_accelerator(target.device, unused=config.method in ("vispec", "flash"))
         module, optimizer = accelerator.prepare(module, optimizer)
         world, rank, backward = accelerator.num_processes, accelerator.process_index, accelerator.backward
     log = JsonLog(folder / "train.jsonl") if rank == 0 else None
@@ -144,6 +149,7 @@ def train_drafter(
     for step in range(start, options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.lr * schedule(step, options.steps, warmup=options.warmup)
+        torch.manual_seed(options.seed * 1_000_003 + step * world + rank)  # noise of its own, resumed or not
         batch = batches(step * world + rank).to(target.device, torch.float32)
         with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=options.autocast):
             terms = module(batch)
@@ -162,15 +168,9 @@ def train_drafter(
             _save(folder, drafter, optimizer, average, step + 1)
             if evaluate is not None and log is not None:
                 log.write(step=step + 1, **evaluate(_frozen(drafter, average)))
+    if accelerator is not None:
+        accelerator.wait_for_everyone()  # the drafter is there when any process goes on
     return _frozen(drafter, average)
-
-
-def _accelerator() -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise ValueError("distributed training needs accelerate: pip install accelerate") from error
-    return Accelerator()
 
 
 def _resume(path: Path, drafter: Drafter, optimizer: Any, average: Average | None) -> int:

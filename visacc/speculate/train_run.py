@@ -19,6 +19,7 @@ from visacc.speculate.losses import PRESETS, DraftBatch
 from visacc.speculate.params import eos_ids
 from visacc.speculate.pipeline import CaptionPipeline
 from visacc.speculate.train import DrafterTraining, default_config, train_drafter
+from visacc.train.processes import own_device
 
 METHODS = ("eagle", "msd", "dream", "flash", "vispec")
 
@@ -61,7 +62,6 @@ def train_from_files(
     check_every: int,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-    distributed: bool = False,
     config: dict[str, Any] | None = None,
 ) -> Drafter:
     """Load, harvest online, train. ``config`` overrides fields of the drafter's configuration."""
@@ -74,7 +74,7 @@ def train_from_files(
         )
     if answers == "dataset" and any("answer" not in row for row in rows):
         raise ValueError('answers="dataset" needs an "answer" in every row')
-    pipeline = CaptionPipeline(target, speculator=None, device=device, dtype=dtype)
+    pipeline = CaptionPipeline(target, speculator=None, device=own_device(device), dtype=dtype)
     adapter = VLMTarget(pipeline.model)
     generation = pipeline.model.generation_config
     pad = eos_ids(generation.pad_token_id) or eos_ids(generation.eos_token_id)
@@ -106,7 +106,7 @@ def train_from_files(
         default_config(method, adapter, **(config or {})),
         batches,
         out,
-        DrafterTraining(steps=steps, lr=lr, check_every=check_every, distributed=distributed),
+        DrafterTraining(steps=steps, lr=lr, check_every=check_every),
         spec=PRESETS[method],
         evaluate=measure if test else None,
     )

@@ -57,11 +57,17 @@ def drafter(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
 ) -> None:
-    """Train (or resume) a drafter. Under ``accelerate launch`` every process samples for itself."""
+    """Train (or resume) a drafter.
+
+    Several processes: accelerate launch --num_processes 4 -m visacc train drafter ..., or torchrun. Every process samples
+    and reads its own --batch; gradients are averaged, so the batch of a step is --batch times processes times
+    --accumulate.
+    """
     from visacc.loading import load_model
     from visacc.sampling import SamplingParams
     from visacc.train.drafter import DrafterTraining, train_drafter
     from visacc.train.loss import LossSpec
+    from visacc.train.processes import own_device
 
     settings = DrafterTraining(
         steps=steps,
@@ -80,20 +86,13 @@ def drafter(
         save_every=save_every,
         seed=seed,
     )
-    target = load_model(model, device=device or _own_gpu(), dtype=dtype)
+    target = load_model(model, device=own_device(device), dtype=dtype)
     texts, kept = training_prompts(target, prompts, held_out)
     chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = SamplingParams.merge(target.defaults, chosen)
     train_drafter(target, texts, kept, out, settings, sampling, init=init)
-    print(f"drafter written to {out / 'drafter'}")
-
-
-def _own_gpu() -> str | None:
-    """The GPU of this process under a launcher, else ``None``."""
-    import torch
-
-    rank = os.environ.get("LOCAL_RANK")
-    return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"drafter written to {out / 'drafter'}")
 
 
 def training_prompts(model: Any, path: Path | None, held_out: int) -> tuple[list[Any], list[Any]]:

@@ -2,7 +2,7 @@
 
 The target samples its own training data (:mod:`visacc.train.harvest`), stays frozen, and lends the drafter its head.
 Runs are resumable from ``OUT/state.pt`` and log one JSON line at a time to ``OUT/log.jsonl``; with several processes
-(``accelerate launch``) every process harvests its own samples.
+(``accelerate launch`` or ``torchrun``) every process harvests its own samples and the gradients are averaged.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from visacc.models.llamagen import LlamaGen
 from visacc.sampling import SamplingParams
 from visacc.train.harvest import Harvest
 from visacc.train.loss import LossSpec, draft_loss
+from visacc.train.processes import make_accelerator
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def train_drafter(
     Raises:
         ValueError: bad settings, no prompts, a held-out prompt among the training prompts, or a folder with a run of
             other settings.
-        RuntimeError: accelerate is not installed.
+        RuntimeError: accelerate is not installed, or was configured to shard the drafter.
     """
     settings = settings or DrafterTraining()
     sampling = sampling or SamplingParams.merge(model.defaults, {})
@@ -207,7 +208,7 @@ def train_drafter(
         )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    accelerator = _accelerator(settings)
+    accelerator = make_accelerator(model.device, settings.accumulate)
     network = new_drafter(model, settings)
     if init is not None:
         _start_from(network, init)
@@ -265,6 +266,7 @@ def train_drafter(
             _save(out / "state.pt", inner, optim, done, settings, model)
     if accelerator.is_main_process:
         save_drafter(inner, out / "drafter")
+    accelerator.wait_for_everyone()  # the drafter is there when any process goes on
     return inner.eval().requires_grad_(False)
 
 
@@ -276,15 +278,6 @@ def _start_from(network: EagleNetwork, folder: str | Path) -> None:
         if ours != theirs:
             raise ValueError(f"{folder} cannot be the start: its {name} is {theirs}, this drafter's {ours}")
     network.load_state_dict(other.state_dict())
-
-
-def _accelerator(settings: DrafterTraining) -> Any:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        raise RuntimeError("training a drafter needs accelerate: pip install 'visacc[train]'") from error
-    # precision and placement stay ours: accelerate keeps both for the life of the process
-    return Accelerator(gradient_accumulation_steps=settings.accumulate, device_placement=False)
 
 
 def _facts(settings: DrafterTraining, model: ImageModel) -> str:

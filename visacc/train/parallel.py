@@ -69,12 +69,14 @@ def lpd(
     """Train an LPD model; ``--from`` a smaller grid starts it from that model, positions interpolated."""
     import torch
 
+    from visacc.eval.world import refuse_several
     from visacc.loading import _device
     from visacc.models.fit import Fit, fit
     from visacc.models.lpd import LPD, LPDConfig, load_lpd, training_lists, upscale
     from visacc.models.lpd.released import SIZES
     from visacc.models.lpd.train import lpd_loss, lr_at
 
+    refuse_several("visacc train lpd")
     where = _device(device)
     if start is not None:
         model = load_lpd(start)
@@ -140,10 +142,12 @@ def nbp(
     device: _Device = None,
 ) -> None:
     """Fine-tune a next-token video model into a next-block one (or go on training a next-block one)."""
+    from visacc.eval.world import refuse_several
     from visacc.loading import _device
     from visacc.models.fit import Fit, fit
     from visacc.models.nbp import load_nbp, to_next_block
 
+    refuse_several("visacc train nbp")
     where = _device(device)
     t, h, w = _numbers(grid)
     shape: dict[str, Any] = {
