@@ -105,6 +105,33 @@ def generate_run(folder: Path, model: Path, decoder: str, *options: str) -> Path
     return folder
 
 
+def video_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``visacc video generate`` as typed, on a tiny model of blocks."""
+    from test_video import build
+
+    from visacc.cli import main
+
+    monkeypatch.setattr("visacc.video_models.load_video_model", lambda name, **options: build())
+    args = [
+        "video",
+        "generate",
+        "red circle moves left",
+        "-n",
+        "2",
+        "-f",
+        "gif",
+        "--seed",
+        "1",
+        "-q",
+        "--device",
+        "cpu",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        main([*args, "-o", str(folder)])
+    assert not stop.value.code
+    return folder
+
+
 def vlm_run(file: Path) -> Path:
     """``visacc bench vlm`` on an untrained captioner."""
     from visacc.models.vlm.captioner import build_model, build_processor

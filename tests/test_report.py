@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from report_runs import bench_run, eval_run, generate_run, score_file, vlm_run
+from report_runs import bench_run, eval_run, generate_run, score_file, video_run, vlm_run
 
 from visacc.cli import main
 from visacc.pictures import colourise
@@ -274,6 +274,16 @@ def test_speculators(tmp_path: Path) -> None:
             assert low <= row["tokens_per_second"] <= high
     assert not page.all("article")
     assert page_of(tmp_path, out=tmp_path / "by-folder.html").text == page.text
+
+
+def test_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = video_run(tmp_path / "run", monkeypatch)
+    page = page_of(run, out=tmp_path / "report.html")
+    record = json.loads((run / "stats.json").read_text())
+    assert f"{record['stats']['mean_steps']:.1f}" in page.text
+    sheet = np.asarray(Image.open(run / "frames.png").convert("RGB"))
+    assert len(page.all("figure", "sheet")) == 1
+    assert pixels(page.all("img")[0]["src"]).shape == sheet.shape
 
 
 def test_score_files(generated: list[Path], tmp_path: Path) -> None:

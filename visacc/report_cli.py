@@ -25,7 +25,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Headline, instead of the run's own.")] = None,
 ) -> None:
     """Write one self-contained HTML page about a run: table, plots, pictures, commit order, settings."""
-    from visacc.report.page import build
+    from visacc.report import build
 
     path = build(runs, out, pictures=pictures, side=side, title=title)
     print(f"report written to {path} ({path.stat().st_size / 1e6:.1f} MB)")
