@@ -1,0 +1,189 @@
+"""The documentation is true: its Python blocks run, its commands and options exist, its pages are complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import (
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    check_command,
+    check_names,
+    commands,
+    python_blocks,
+    shell_commands,
+    visacc_arguments,
+)
+
+from visacc.registry import decoder_entries
+
+MARKED = [b for page in PAGES for b in python_blocks(page) if not b.runs]
+RUNNING = [page for page in PAGES if any(b.runs for b in python_blocks(page))]
+COMMANDS = [c for page in PAGES for c in commands(page)]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=name_of)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__doc__"}
+    for block in python_blocks(page):
+        check_names(block)
+        if block.runs:
+            # padded, so that a traceback names the line of the page
+            source = "\n" * (block.line - 1) + block.text
+            exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("block", MARKED, ids=lambda b: b.where)
+def test_marked_blocks_compile_and_use_names_that_exist(block: Block) -> None:
+    assert block.mark is not None
+    assert len(block.mark[1]) > 3, "say why the block is not run"
+    check_names(block)
+
+
+def test_blocks_state_their_language() -> None:
+    """A block with an import is Python, and must say so to be run."""
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language != "python":
+                assert not re.search(r"(?m)^(import|from) \w", block.text), f"{block.where} looks like Python"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    for command in commands(page):
+        check_command(command)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert sum(visacc_arguments(c.words) is not None for c in COMMANDS) > 30
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("visacc genrate x", "genrate"),
+        ("visacc generate x --windw 3", "windw"),
+        ("accelerate launch --num_procs 2 -m visacc eval run a.yaml", "num_procs"),
+        ("python scripts/no_such.py", "no_such"),
+        ("python scripts/steps_t2i.py --nothing", "nothing"),
+        ("pip install 'visacc[nothing]'", "nothing"),
+    ],
+)
+def test_wrong_commands_are_found(line: str, message: str) -> None:
+    (command,) = shell_commands(line, "here")
+    with pytest.raises(AssertionError, match=message):
+        check_command(command)
+
+
+# ---- completeness -----------------------------------------------------------------------------------------
+DECODER_PAGES = {
+    "ar": "ar",
+    "sjd": "jacobi",
+    "mc-sjd": "jacobi",
+    "nc-sjd": "nc-sjd",
+    "sjd-pac": "sjd-pac",
+    "gsd": "gsd",
+    "zipar": "zipar",
+    "pjd": "pjd",
+    "eagle": "lantern",
+    "lantern": "lantern",
+    "lantern++": "lantern",
+    "lpd": "lpd",
+    "nbp": "nbp",
+}
+SECTIONS = ("## Options", "## Exact", "## Source", "## Measured here", "## Published figures")
+
+
+def builtin() -> list[str]:
+    return [entry.name for entry in decoder_entries() if entry.package == "visacc"]
+
+
+def test_every_decoder_has_a_page() -> None:
+    assert sorted(DECODER_PAGES) == sorted(builtin())
+
+
+@pytest.mark.parametrize("name", sorted(set(DECODER_PAGES.values())))
+def test_decoder_pages_are_complete(name: str) -> None:
+    text = (ROOT / "docs" / "decoders" / f"{name}.md").read_text(encoding="utf-8")
+    for section in SECTIONS:
+        assert f"\n{section}" in text, f"{name}.md has no section {section!r}"
+    idea = text.split("\n## ")[0]
+    assert len([p for p in idea.split("\n\n")[1:] if p[0].isalpha() or p[0] in "`[*"]) >= 2, (
+        "idea: two paragraphs"
+    )
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in decoder_entries() if e.package == "visacc"], ids=lambda e: e.name
+)
+def test_decoder_pages_name_every_option(entry) -> None:
+    text = (ROOT / "docs" / "decoders" / f"{DECODER_PAGES[entry.name]}.md").read_text(encoding="utf-8")
+    rows = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    for option in entry.options:
+        assert f"`{option}`" in rows, f"the page of {entry.name} does not explain option {option!r}"
+
+
+def test_speculator_pages_are_complete() -> None:
+    from visacc.speculate.config import METHODS
+
+    for method in (*METHODS, "ngram"):
+        page = {"eagle3": "eagle"}.get(method, method)
+        text = (ROOT / "docs" / "speculators" / f"{page}.md").read_text(encoding="utf-8")
+        for section in SECTIONS:
+            assert f"\n{section}" in text, f"{page}.md has no section {section!r}"
+
+
+def test_the_matrix_of_the_guide_is_the_programs() -> None:
+    from visacc.integrations.matrix import matrix
+
+    text = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    start = next(i for i, row in enumerate(rows) if row[0] == "decoder" and "llamagen" in row)
+    families = rows[start][1:]
+    shown = {}
+    for row in rows[start + 2 :]:
+        if len(row) != len(families) + 1:
+            break
+        shown[row[0].strip("`")] = dict(zip(families, row[1:], strict=True))
+    marks = matrix()
+    assert families == list(marks)
+    assert shown == {d: {f: marks[f][d] for f in families} for d in builtin()}
+
+
+# ---- the site ---------------------------------------------------------------------------------------------
+def test_site_builds_strictly_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("the documentation's extra is not installed: pip install -e '.[docs]'")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        loads = re.findall(
+            r"<(?:script|link|img|iframe)[^>]*?(?:src|href)=\"(https?:[^\"]+)\"", page.read_text()
+        )
+        assert not loads, f"{page.name} loads {loads[0]}"
