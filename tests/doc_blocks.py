@@ -25,7 +25,9 @@ from typing import Any
 import pytest
 import typer
 
+from visacc.bench.run import parse_entry
 from visacc.cli import app
+from visacc.registry import decoder_entry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +36,8 @@ else:  # pragma: no cover
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PLUGINS = ("replay",)
+"""Decoders that examples/ brings; tests/test_examples.py installs and runs them."""
 SHELLS = ("", "bash", "sh", "shell", "console")
 _MARK = re.compile(r"<!--\s*(not run|runs with):\s*(.+?)\s*-->")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -217,13 +221,30 @@ def check_visacc(command: Command, arguments: list[str]) -> None:
     if rest and rest[0] in ("--help", "--version"):
         return
     try:
-        current.make_context(name, rest)
+        given = current.make_context(name, list(rest)).params
     except Exception as error:
         # "`visacc caption --speculator`" names an option without a value
         unfinished = type(error).__name__ in ("MissingParameter", "BadOptionUsage")
         if not (unfinished and command.partial):
             message = getattr(error, "message", error)
             raise AssertionError(f"{command.where}: {' '.join(command.words)}: {message}") from error
+        return
+    for decoder, options in named_decoders(given):
+        if decoder not in PLUGINS:
+            wrong = set(options) - set(decoder_entry(decoder).options)
+            assert not wrong, f"{command.where}: decoder {decoder} has no option {', '.join(wrong)}"
+
+
+def named_decoders(given: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """Decoders in parsed arguments with the names of their options: ``-d NAME -O option=value`` or ``-d NAME:option=value``."""
+    chosen = given.get("decoder")
+    if isinstance(chosen, list):
+        parsed = [parse_entry(text) for text in chosen]
+        return [(entry.decoder, list(entry.options)) for entry in parsed]
+    if not isinstance(chosen, str):
+        return []
+    options = [text.partition("=")[0].replace("-", "_") for text in given.get("option") or []]
+    return [(chosen, options + ["window"] * (given.get("window") is not None))]
 
 
 def check_accelerate(command: Command) -> None:
