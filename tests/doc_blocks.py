@@ -236,7 +236,7 @@ def check_visacc(command: Command, arguments: list[str]) -> None:
 
 
 def named_decoders(given: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Decoders in parsed arguments with the names of their options: ``-d NAME -O option=value`` or ``-d NAME:option=value``."""
+    """Decoders in parsed arguments with their options' names: ``-d NAME -O option=value``, ``-d NAME:option=value``."""
     chosen = given.get("decoder")
     if isinstance(chosen, list):
         parsed = [parse_entry(text) for text in chosen]
