@@ -212,7 +212,7 @@ def parse(caption: str) -> tuple[str, dict[str, Any]]:
         tag = "position" if relation else "color_attr" if colours[0] else "two_object"
     else:
         tag = "counting" if count > 1 else "colors" if colours and colours[0] else "single_object"
-    arguments = {
+    arguments: dict[str, Any] = {
         "shapes": shapes,
         "colours": colours,
         "count": count,
