@@ -13,7 +13,7 @@ from visacc.models.llamagen.checkpoint import save_model
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.shapes.evaluate import Settings, wilson
 from visacc.models.shapes.text import build_tokenizer
-from visacc.models.shapes.train_gpt import TextToImage
+from visacc.models.shapes.train_gpt import PHASES, TextToImage
 
 NAME = "shapes-t2i"
 #: Sampling defaults, chosen by measured scores while keeping the token law broad (no top-k, no top-p).
@@ -83,10 +83,14 @@ and relations).
 - Tokenizer: {vq["steps"]:,} steps of {vq["batch"]} pictures, no adversary; reconstruction
   {vq["psnr"]:.1f} dB, {vq["codes_used"]} of {vq["codebook"]} codes used; the detector reads {100 * vq["judge"]:.1f} %
   of {vq["judged"]} reconstructed scenes right.
-- GPT and text encoder jointly: {gpt["steps"]:,} steps of {gpt["batch"]} scenes in three phases (`train_gpt.PHASES`), Muon
-  and AdamW, caption dropout 0.1, exponential average of the weights; before the last phase the text encoder is
-  tuned to the meaning of captions (`train_text`). Cross entropy of unseen scenes: {gpt["loss"]:.3f} nats per token
-  (last training average {gpt["train_loss"]:.3f}).
+- GPT and text encoder jointly: {gpt["steps"]:,} steps of {gpt["batch"]} scenes in {len(PHASES)} phases
+  (`train_gpt.PHASES`), Muon and AdamW, caption dropout 0.1, exponential average of the weights. Between phases the
+  text encoder is tuned on text alone to say plainly what a caption means and what belongs to what (`train_text`);
+  later phases add a contrastive term on captions with exchanged nouns (after arXiv 2410.09347) and draw captions with
+  colours and places more often. Cross entropy of unseen scenes: {gpt["loss"]:.3f} nats per token (last training
+  average, of the last phase's mixture: {gpt["train_loss"]:.3f}).
+- These weights come from one run that was halted and resumed while its later phases were being designed; the
+  command below runs the same phases in one piece, and will not give the same bits.
 
 ## Measured
 Plain autoregressive decoding at the defaults (guidance {DEFAULTS["guidance_scale"]}, temperature 1, no top-k, no top-p),
