@@ -295,6 +295,10 @@ class ImageModel(ABC):
             move_slots(state, keep, path)
         state.lengths = state.lengths + keep
 
+    def check_pixels(self) -> None:
+        """Raise ``ValueError`` if the model lacks what turns codes into pixels. Asked before a picture is begun."""
+        return
+
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
         """Codes [B, T, H, W] -> pixels float32 in [0, 1]: [B, 3, H', W'] for images, [B, T', 3, H', W'] for video."""

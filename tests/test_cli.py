@@ -95,6 +95,9 @@ def test_prompts_file(capsys, tmp_path, model):
         ([], "prompt"),
         (["1", "--prompts-file", "missing.txt"], "missing.txt"),
         (["1", "--device", "cuda:99"], "cuda:99"),
+        (["1", "--image-size", "wide"], "size must be pixels as 512, '768x512' (height x width)"),
+        (["1", "--image-size", "0"], "size must be pixels"),
+        (["1", "--image-size", "768x512"], "draws squares; 768x512 pixels is none"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, model, args, text):

@@ -291,6 +291,15 @@ def test_diffusers_is_imported_on_use_only() -> None:
     assert importlib.import_module("visacc.integrations").__doc__
 
 
+def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "visacc.integrations.diffusers_pipeline", raising=False)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ImportError, match=r"pip install 'visacc\[diffusers\]'"):
+        visacc.ARImagePipeline  # noqa: B018
+
+
 # -- GLM-Image ----------------------------------------------------------------------------------------------
 
 

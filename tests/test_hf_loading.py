@@ -11,6 +11,7 @@ import hf_tiny
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import visacc
@@ -20,6 +21,8 @@ from visacc.models.hf.prompts import grid_of, left_pad, parse_size, stack_branch
 from visacc.models.hf.settings import family_defaults
 from visacc.models.hf.taming import FILE, TamingDecoder, find_decoder, read_decoder
 from visacc.models.hf.vocab import ImageVocab, chameleon_vocab, emu3_vocab
+
+PICTURES = {"janus": (8, 8), "emu3": (8, 6), "emu3.5": (8, 6), "chameleon": (8, 8), "lumina-mgpt": (12, 8)}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,55 @@ def test_command_line_writes_pictures(
     assert len(list(tmp_path.glob("0*.png"))) == 1
     record = json.loads((tmp_path / "stats.json").read_text())
     assert record["decoder"] == "mc-sjd"
+    with Image.open(next(tmp_path.glob("0*.png"))) as picture:
+        assert picture.size == PICTURES[family]
+        assert len(picture.getcolors(1 << 20) or ()) > 1
+
+
+def test_command_line_takes_sizes(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(family: str, size: str) -> tuple[object, str]:
+        arguments = ["generate", "two", "--model", str(folders[family]), "--image-size", size]
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--out", str(tmp_path / size), "--quiet"])
+        return stop.value.code, capsys.readouterr().err
+
+    for size, pixels in (("8x12", (12, 8)), ("4", (4, 4))):
+        assert draw("emu3", size)[0] == 0
+        with Image.open(next((tmp_path / size).glob("0*.png"))) as picture:
+            assert picture.size == pixels
+    code, error = draw("janus", "384")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "8x8 pixels only" in error
+    assert visacc.load(folders["emu3"], image_size=(8, 12)).model.layout.grid == (1, 4, 6)
+
+
+def test_glm_image_has_no_pictures_of_its_own(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "two", "--model", str(folders["glm-image"]), "--out", str(tmp_path), "--quiet"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.count("\n") == 1
+    assert "GlmImagePipeline turns into pixels" in error
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("family", ["chameleon", "lumina-mgpt", "emu3.5", "glm-image"])
+def test_missing_pixel_decoders_are_named_before_decoding(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("no picture may be begun")
+
+    options = {} if family == "glm-image" else {"vq": False}
+    pipe = visacc.load(folders[family], model_options=options)
+    assert pipe("two", seed=1, output_type="codes").codes.shape[0] == 1
+    monkeypatch.setattr("visacc.pipeline.decode", never)
+    with pytest.raises(ValueError, match="output_type='codes'"):
+        pipe("two", seed=1)
 
 
 def test_prompts_of_each_family(folders: dict[str, Path]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -214,6 +217,20 @@ def test_every_registered_decoder_states_itself():
         assert issubclass(entry.cls, Decoder)
         assert entry.cls.summary
         assert entry.cls.name == entry.name
+
+
+def test_every_built_in_decoder_is_exported():
+    """``import visacc`` is enough for ``visacc.decoders.MCSJD(window=32)``."""
+    assert visacc.decoders.MCSJD(window=32).options()["window"] == 32
+    built_in = [e.cls for e in registry.decoder_entries() if e.cls.__module__.startswith("visacc.")]
+    assert len(built_in) >= 13
+    for cls in built_in:
+        assert getattr(visacc.decoders, cls.__name__) is cls
+        assert cls.__name__ in visacc.decoders.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'MCSDJ'"):
+        visacc.decoders.MCSDJ  # noqa: B018
+    code = "import sys, visacc; visacc.decoders.MCSJD(window=32); sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- noise ------------------------------------------------------------------------------------------------

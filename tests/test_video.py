@@ -60,7 +60,12 @@ def test_text_to_video() -> None:
     assert out.videos[0].dtype == np.uint8
     assert out.codes.shape == (4, 3, 4, 4)
     again = pipe("blue star grows", seed=out.seeds[2], guidance_scale=2.0)
-    assert np.array_equal(again.videos[0], out.videos[2])
+    assert torch.equal(again.codes[0], out.codes[2])
+    difference = np.abs(
+        again.videos[0].astype(int) - out.videos[2]
+    )  # batches of other sizes round float sums otherwise
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 0.01
     assert out.settings["decoder"] == "nbp"
     assert isinstance(pipe(texts[0], seed=1, output_type="pil").videos[0][0], Image.Image)
     assert pipe(texts[0], seed=1, output_type="pt").videos.shape == (1, 5, 3, 16, 16)

@@ -38,8 +38,13 @@ __all__ = [
 ]
 
 
+_PACKAGES = ("decoders", "kernels", "metrics", "models", "speculate", "verify")
+
+
 def __getattr__(name: str) -> _Any:
     """Import on first use: ``import visacc`` alone stays quick."""
+    if name in _PACKAGES:
+        return _import_module(f"visacc.{name}")
     if name in _EXPORTS:
         return getattr(_import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'visacc' has no attribute {name!r}")

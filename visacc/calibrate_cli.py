@@ -27,7 +27,10 @@ def calibrate(
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable codes; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
-    image_size: Annotated[int | None, typer.Option(help="Pixels, for models of several sizes.")] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(help="Pixels, for models of several sizes: 512, or 768x512 (height x width)."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +41,10 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable codes; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images decoded together (8).")] = None,
-    image_size: Annotated[int | None, typer.Option(help="Pixels, for models of several sizes.")] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(help="Pixels, for models of several sizes: 512, or 768x512 (height x width)."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")
     ] = None,
@@ -59,6 +64,8 @@ def generate(
     need a common output folder; the pictures are those of one process. The share is dealt out in batches of
     --batch-size images.
     """
+    if quiet:
+        _silence()
     texts = _read_prompts(prompts or [], prompts_file)
     options = _options(option or [], window)
     _check_writable(out)
@@ -102,6 +109,15 @@ def generate(
         f"{where}: {record['decoder']}, {stats['mean_steps']:.1f} steps for {stats['tokens_per_image']} tokens"
         f" (step compression {stats['step_compression']:.2f}x), {stats['seconds']:.2f} s"
     )
+
+
+def _silence() -> None:
+    """No progress bars of the libraries that load weights either."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # it has read the variable already
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def _world(device: str | None, options: dict[str, Any]) -> Any:

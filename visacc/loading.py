@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    image_size: int | None = None,
+    image_size: int | str | tuple[int, int] | None = None,
     model_options: dict[str, Any] | None = None,
     **decoder_options: Any,
 ) -> TextToImagePipeline:
@@ -34,7 +36,8 @@ def load(
         decoder: name or object; its options follow as keyword arguments (``window=32``).
         device: default is the first GPU, else the CPU.
         dtype: default float32 on a CPU and bfloat16 on a GPU.
-        image_size: pixels, for models of several sizes.
+        image_size: pixels, for models of several sizes: 512, or "768x512" and (768, 512) (height x width) where the family
+            draws other shapes than squares.
         model_options: passed to the family's own loader, e.g. ``{"vq": file}`` for LlamaGen, or ``{"device_map": "auto"}``
             for models of the transformers library: accelerate then spreads the layers over the GPUs of this process (and
             the CPU), for models that one GPU does not hold. ``device`` is not looked at in that case.
@@ -53,12 +56,13 @@ def load_model(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    image_size: int | None = None,
+    image_size: int | str | tuple[int, int] | None = None,
     **options: Any,
 ) -> ImageModel:
     """The adapter alone; see :func:`load`."""
     where = _device(device)
-    common: dict[str, Any] = {"device": where, "dtype": _dtype(dtype, where), "image_size": image_size}
+    size = _pixels(image_size)
+    common: dict[str, Any] = {"device": where, "dtype": _dtype(dtype, where), "image_size": size}
     try:
         return _load(str(name_or_path), common, options)
     except TypeError as error:
@@ -74,12 +78,14 @@ def _load(name: str, common: dict[str, Any], options: dict[str, Any]) -> ImageMo
     from visacc.models.lpd import loading as lpd
     from visacc.models.shapes import EMBEDDED
 
-    if name in EMBEDDED:
-        return EMBEDDED[name](**common, **options)
-    if name in lpd.NAMES or lpd.is_lpd(Path(name)):
-        return lpd.load(name, **common, **options)
-    if name in llamagen.RELEASED or _is_llamagen(Path(name)):
-        return llamagen.load(name, **common, **options)
+    own: list[tuple[bool, Callable[..., ImageModel]]] = [
+        (name in EMBEDDED, lambda **kwargs: EMBEDDED[name](**kwargs)),
+        (name in lpd.NAMES or lpd.is_lpd(Path(name)), partial(lpd.load, name)),
+        (name in llamagen.RELEASED or _is_llamagen(Path(name)), partial(llamagen.load, name)),
+    ]
+    for fits, loader in own:
+        if fits:
+            return loader(**{**common, "image_size": _side(common["image_size"], name)}, **options)
     plugins = model_plugins()
     if name in plugins:
         return plugins[name](name, **common, **options)
@@ -117,6 +123,22 @@ def _is_llamagen(path: Path) -> bool:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{config} is not valid JSON") from None
     return True
+
+
+def _pixels(size: Any) -> int | tuple[int, int] | None:
+    """One number for squares, else (height, width)."""
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    from visacc.models.hf.prompts import parse_size
+
+    height, width = parse_size(size, (0, 0))
+    return height if height == width else (height, width)
+
+
+def _side(size: int | tuple[int, int] | None, name: str) -> int | None:
+    if isinstance(size, tuple):
+        raise ValueError(f"{name} draws squares; {size[0]}x{size[1]} pixels is none")
+    return size
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -145,6 +145,8 @@ class TextToImagePipeline:
                 "guidance_interval": guidance_interval,
             },
         )
+        if output_type != "codes":
+            self.model.check_pixels()
         seeds = image_seeds(seed, generator, len(prompts))
         batch = positive("batch_size", batch_size or BATCH)
         engine = self._make_decoder(decoder, decoder_options, sampling, min(batch, len(prompts)))

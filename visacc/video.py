@@ -100,6 +100,8 @@ class _VideoPipeline:
             raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         sampling = SamplingParams.merge(self.model.defaults, given)
+        if output_type != "codes":
+            self.model.check_pixels()
         seeds = image_seeds(seed, generator, len(prompts))
         decoder = make_decoder(self._decoder, **{**self._options, **decoder_options})
         started, parts, codes, pixels = time.perf_counter(), [], [], []

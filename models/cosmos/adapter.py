@@ -146,10 +146,14 @@ class CosmosModel(ImageModel):
         given = cond.data["given"].unflatten(1, (self.given_frames, *self.net.config.grid[1:]))
         return torch.cat([given, codes], dim=1)
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes of whole clips (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
+    def check_pixels(self) -> None:
         if self.tokenizer is None:
             raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes of whole clips (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
+        self.check_pixels()
+        assert self.tokenizer is not None
         return self.tokenizer.decode(codes)
 
 

@@ -66,12 +66,16 @@ class ChameleonBase(SharedVocabularyModel):
             return self.vq.codebook
         return self.model.model.vqmodel.quantize.embedding.weight.float()
 
-    def pixels(self, codes: Tensor) -> Tensor:
+    def check_pixels(self) -> None:
         if self.vq is None:
             raise ValueError(
                 f"{self.name} was loaded without a VQ decoder and cannot draw: load it with"
                 f" vq=<folder or file with vqgan.ckpt or {FILE}>, or ask for output_type='codes'"
             )
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        self.check_pixels()
+        assert self.vq is not None
         self.vq.to(codes.device)
         return self.vq(codes)
 

@@ -132,11 +132,15 @@ class Emu35(SharedVocabularyModel):
             return [self._named("<|extra_203|>"), *tail_from(prompt, self._named("<|image start|>"))]
         return self._frame(UNCOND)
 
-    def pixels(self, codes: Tensor) -> Tensor:
+    def check_pixels(self) -> None:
         if self.vq is None:
             raise ValueError(
                 f"{self.name} was loaded without its vision tokenizer and cannot draw: load it with"
                 " vq=<folder of BAAI/Emu3.5-VisionTokenizer>, or ask for output_type='codes'"
             )
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        self.check_pixels()
+        assert self.vq is not None
         self.vq.to(codes.device)
         return self.vq(codes)

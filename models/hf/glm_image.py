@@ -176,9 +176,14 @@ class GlmImage(SharedVocabularyModel):
         assert isinstance(self.layout, PreviewLayout)
         return self.layout.position_table.to(slots.device)[:, slots] + state.extra["base"][:, None]
 
+    def check_pixels(self) -> None:
+        raise ValueError(_NO_PIXELS)
+
     def pixels(self, codes: Tensor) -> Tensor:
-        raise ValueError(
-            "GLM-Image's language model draws prior tokens; diffusers' GlmImagePipeline turns them into"
-            " pixels: ask for"
-            " output_type='codes', or see visacc.integrations.glm_image.prior_tokens"
-        )
+        raise ValueError(_NO_PIXELS)
+
+
+_NO_PIXELS = (
+    "GLM-Image's language model draws prior tokens, which diffusers' GlmImagePipeline turns into pixels: ask for"
+    " output_type='codes', or see visacc.integrations.glm_image.prior_tokens"
+)

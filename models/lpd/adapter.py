@@ -157,9 +157,13 @@ class LPDModel(ImageModel):
     def _slots(self, state: DecodeState, proposal: Proposal) -> Tensor:
         return (state.prefix + addresses(state, proposal)).repeat(state.branches, 1)
 
-    def decode(self, codes: Tensor) -> Tensor:
+    def check_pixels(self) -> None:
         if self.vq is None:
             raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        self.check_pixels()
+        assert self.vq is not None
         if codes.shape[1] != 1:
             raise ValueError(f"expected codes [B, 1, h, w], got {tuple(codes.shape)}")
         return (self.vq.decode_codes(codes[:, 0]).float() / 2 + 0.5).clamp(0, 1)

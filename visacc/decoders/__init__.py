@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from visacc.decoders.eagle import Eagle
     from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPlusPlus
     from visacc.decoders.gsd import GSD
+    from visacc.decoders.lpd import LPD
+    from visacc.decoders.nbp import NBP
     from visacc.decoders.nc_sjd import NCSJD
     from visacc.decoders.pjd import PJD
     from visacc.decoders.sjd_pac import SJDPAC
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 _LATER = {
     "Eagle": "eagle",
     "GSD": "gsd",
+    "LPD": "lpd",
+    "NBP": "nbp",
     "LanternDecoder": "eagle_relaxed",
     "LanternPlusPlus": "eagle_relaxed",
     "NCSJD": "nc_sjd",
@@ -30,7 +34,9 @@ _LATER = {
 __all__ = [
     "AR",
     "GSD",
+    "LPD",
     "MCSJD",
+    "NBP",
     "NCSJD",
     "PJD",
     "SJD",

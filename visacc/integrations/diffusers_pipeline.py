@@ -1,7 +1,7 @@
 """``ARImagePipeline``: transformers image generators with any decoder, as a diffusers pipeline.
 
-Needs diffusers (``pip install diffusers``), which nothing else in the library does. In diffusers' words a *step* is one
-forward of the model and the *timestep* given to callbacks is the number of tokens committed by the slowest image.
+Needs diffusers (``pip install 'visacc[diffusers]'``), which nothing else in the library does. In diffusers' words a *step*
+is one forward of the model and the *timestep* given to callbacks is the number of tokens committed by the slowest image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
     from diffusers import DiffusionPipeline
     from diffusers.utils import BaseOutput
 except ImportError as error:  # pragma: no cover - depends on the installation
-    raise ImportError("ARImagePipeline needs diffusers: pip install diffusers") from error
+    raise ImportError("ARImagePipeline needs diffusers: pip install 'visacc[diffusers]'") from error
 
 from visacc.decoders.base import Decoder
 from visacc.models.hf.driver import HFImageModel
