@@ -208,6 +208,8 @@ class ImageModel(ABC):
         only_decoders: names of the decoders that can drive the model; empty means every next-token decoder.
         feature_size: width of the features, for adapters that provide "hidden".
         block: tokens that one block predicts at once (next-block models), 1 for next-token models.
+        static_shapes: set by :meth:`compile`: forwards want the same shapes every step, so the engine gives them the whole
+            cache, keeps finished rows in the batch and asks for proposals of full width.
         pixel_rule: how the family's own programs make bytes of pixels, since published image distances depend on it:
             "round" (255 p, ties to even), "half-up" (floor(255 p + 0.5)) or "floor" (255 p cut off: half of all bytes
             lie one lower). Families without a published rule round.
@@ -218,6 +220,7 @@ class ImageModel(ABC):
     folder: Path | None = None
     only_decoders: tuple[str, ...] = ()
     block: int = 1
+    static_shapes: bool = False
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
     defaults: ClassVar[dict[str, Any]] = {}
     feature_size: int | None = None
@@ -281,6 +284,15 @@ class ImageModel(ABC):
     @abstractmethod
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         """One target forward of all nodes of all rows; writes their K/V at the proposal's addresses."""
+
+    def compile(self) -> None:
+        """Compile the forward of windows (torch.compile) and set :attr:`static_shapes`.
+
+        Raises:
+            ValueError: this kind of model, or the way it is loaded, cannot be compiled.
+            RuntimeError: this machine cannot compile.
+        """
+        raise ValueError(f"{self.name} cannot be compiled: load it without compile")
 
     def commit(self, state: DecodeState, keep: Tensor, path: Tensor | None = None) -> None:
         """Keep ``keep`` [B] nodes of the last proposal.

@@ -218,6 +218,8 @@ def _scatter(target: Tensor, index: Tensor, value: Tensor) -> Tensor:
 
 def _address_bound(state: DecodeState, run: Run, proposal: Proposal) -> int:
     """Host-side bound on the cache addresses this proposal may touch; grows between two checks."""
+    if run.model.static_shapes:
+        return state.kv.shape[4]
     if proposal.reach is not None:
         return min(state.prefix + proposal.reach, state.kv.shape[4])
     if proposal.address is not None:
@@ -245,7 +247,7 @@ def _check(
         progress(low, run.total)
     if low >= run.total:
         return False
-    if high >= run.total:
+    if high >= run.total and not run.model.static_shapes:
         done = run.count >= run.total
         final[run.samples[done]] = run.sequence[done]
         rows = (~done).nonzero()[:, 0]

@@ -53,6 +53,9 @@ def generate(
         list[str] | None,
         typer.Option("--model-option", help="Option of the model's loader, e.g. device_map=auto."),
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the model's forward (ar and window decoders).")
+    ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Also draw which step committed each token.")
     ] = False,
@@ -84,6 +87,7 @@ def generate(
         dtype=dtype,
         image_size=image_size,
         model_options=_options(model_option or [], None),
+        compile=compile,
         **options,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))

@@ -26,6 +26,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     image_size: int | str | tuple[int, int] | None = None,
     model_options: dict[str, Any] | None = None,
+    compile: bool = False,
     **decoder_options: Any,
 ) -> TextToImagePipeline:
     """Load a model and return a pipeline with the given decoder.
@@ -41,6 +42,7 @@ def load(
         model_options: passed to the family's own loader, e.g. ``{"vq": file}`` for LlamaGen, or ``{"device_map": "auto"}``
             for models of the transformers library: accelerate then spreads the layers over the GPUs of this process (and
             the CPU), for models that one GPU does not hold. ``device`` is not looked at in that case.
+        compile: compile the model's forward, see :class:`TextToImagePipeline`.
 
     Raises:
         ValueError: unknown names, files that do not fit the request, bad options. Says what would be right.
@@ -48,7 +50,7 @@ def load(
     model = load_model(
         name_or_path, device=device, dtype=dtype, image_size=image_size, **(model_options or {})
     )
-    return TextToImagePipeline(model, decoder, **decoder_options)
+    return TextToImagePipeline(model, decoder, compile=compile, **decoder_options)
 
 
 def load_model(

@@ -57,11 +57,22 @@ class TextToImagePipeline:
     Args:
         model: the adapter.
         decoder: registered name, or a decoder object. It can be changed for a single call as well.
+        compile: compile the model's forward with torch.compile, for one token a step (``ar``) and windows; the first forward
+            of every batch size then takes a minute or so. Shapes are kept the same: each step reads the whole cache, and
+            finished samples stay in their batch. The law and the seeds are untouched; the last bits of the logits are not.
         options: options of the decoder, e.g. ``window=32``; ``window="auto"`` measures this machine and chooses.
+
+    Raises:
+        ValueError: ``compile`` with a model, a decoder or ``window="auto"`` that does not allow it.
+        RuntimeError: ``compile`` on a machine without a compiler.
     """
 
-    def __init__(self, model: ImageModel, decoder: str | Decoder = "ar", **options: Any) -> None:
+    def __init__(
+        self, model: ImageModel, decoder: str | Decoder = "ar", *, compile: bool = False, **options: Any
+    ) -> None:
         self.model = model
+        if compile and not model.static_shapes:
+            model.compile()
         self._auto = AutoWindow(model)
         self.interrupt = False
         self.set_decoder(decoder, **options)
@@ -213,6 +224,10 @@ class TextToImagePipeline:
         chosen = self._decoder if decoder is None else decoder
         options = {**(self._options if decoder is None else {}), **extra}
         if options.get("window") == "auto":
+            if self.model.static_shapes:
+                raise ValueError(
+                    "window='auto' times many windows, each of which a compiled model would compile: name one"
+                )
             rest = {k: v for k, v in options.items() if k != "window"}
             options["window"] = self._auto.choose(make_decoder(chosen, **rest), sampling.guided, batch)
         engine = make_decoder(chosen, **options)

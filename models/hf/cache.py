@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from visacc.models.compiling import put_slots
+
 
 class SlotLayer(CacheLayerMixin):
     """One layer: writes the new K/V at given slots, returns the slots below ``limit``.
@@ -52,7 +54,10 @@ class SlotLayer(CacheLayerMixin):
         if self.slots is None:
             store[:, :, : new.shape[2]] = value
         else:
-            store.scatter_(2, self.slots[:, None, :, None].expand(value.shape), value)
+            if torch.compiler.is_compiling():
+                put_slots(store, self.slots, value)
+            else:
+                store.scatter_(2, self.slots[:, None, :, None].expand(value.shape), value)
         return store[:, :, : self.limit].to(new.device, new.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from visacc.cache import addresses, allocate, window_mask
 from visacc.kernels import pack_bits
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.compiling import compiled, refuse_hooks
 from visacc.models.hf import attention
 from visacc.models.hf.cache import cache_keyword, cache_shape, slot_cache
 from visacc.models.hf.prompts import as_list, is_ids, left_pad, stack_branches
@@ -63,6 +64,7 @@ class HFImageModel(ImageModel):
         self.name = f"{self.family} ({type(model).__name__})"
         self.settings: dict[str, Any] = {}
         self._float_copy: tuple[Any, nn.Module] | None = None
+        self._compiled: Any = None
         attention.check_implementation(self.attention_implementation)
         self.feature_size = self.text_config.hidden_size
         self._cache_key = cache_keyword(type(self.text_model).forward)
@@ -253,6 +255,16 @@ class HFImageModel(ImageModel):
         )
         return state, self._output(state, features[:, -1:], features if hidden else None)
 
+    def compile(self) -> None:
+        refuse_hooks(self.model, self.name)
+        if self.attention_implementation == attention.TREE:
+            raise ValueError(
+                f"attn_implementation={attention.TREE!r} brings its own kernels and cannot be compiled; load {self.name}"
+                " with attn_implementation='sdpa'"
+            )
+        self._compiled = compiled(self.text_model, self.device, whole=False)
+        self.static_shapes = True
+
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         """One forward of all nodes of all rows: codes in, logits [B, N, V] per branch out."""
         if proposal.special is not None:
@@ -293,7 +305,8 @@ class HFImageModel(ImageModel):
         **extra: Any,
     ) -> Tensor:
         """Last hidden states [rows, N, D]; K/V of the new tokens land in the cache."""
-        result = self.text_model(
+        static = self._compiled is not None and limit == state.kv.shape[4]
+        result = (self._compiled if static else self.text_model)(
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=positions,

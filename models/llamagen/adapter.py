@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from visacc.cache import addresses, allocate, window_mask
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
+from visacc.models.llamagen.compiled import CompiledWindow
 from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
 from visacc.models.llamagen.released import RELEASED, TEXT_ENCODER, fetch, released_file
 from visacc.models.llamagen.text import TextConditioner
@@ -60,6 +61,7 @@ class LlamaGen(ImageModel):
         self.name, self.gpt, self.vq, self.text = name, gpt, vq, text
         self.layout = Layout((1, cfg.grid, cfg.grid), cfg.vocab_size)
         self.settings = dict(defaults or {})
+        self._compiled: CompiledWindow | None = None
         self.feature_size = cfg.dim
 
     @property
@@ -179,13 +181,22 @@ class LlamaGen(ImageModel):
     def head(self, hidden: Tensor) -> Tensor:
         return self.gpt.output(hidden.to(self.gpt.output.weight.dtype)).float()
 
+    def compile(self) -> None:
+        self._compiled = CompiledWindow(self.gpt)
+        self.static_shapes = True
+
     def forward(self, state: DecodeState, proposal: Proposal, *, hidden: bool = False) -> ModelOutput:
         branches = state.branches
-        out = self.gpt.forward_window(
+        window = (
             proposal.tokens.repeat(branches, 1),
             (proposal.positions + state.prefix).repeat(branches, 1),
             (addresses(state, proposal) + state.prefix).repeat(branches, 1),
             window_mask(state, proposal),
+        )
+        if self._compiled is not None and not hidden and state.limit == state.kv.shape[4]:
+            return self._output(state, self._compiled(*window, state.kv))
+        out = self.gpt.forward_window(
+            *window,
             state.kv,
             state.limit,
             hidden=(self.gpt.config.n_layer,) if hidden else (),

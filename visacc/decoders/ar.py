@@ -19,6 +19,7 @@ class AR(Decoder):
     name = "ar"
     summary = "plain autoregressive decoding, one token a step"
     lossless = True
+    fixed_shape = True
 
     def propose(self, run: Run) -> Proposal:
         position = (run.count - 1)[:, None]

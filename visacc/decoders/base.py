@@ -51,6 +51,8 @@ class Decoder(ABC):
         lossless: whether the output law is exactly that of plain autoregressive sampling (proven in the tests).
         requires: facts the adapter must provide.
         needs_hidden: whether forwards should return features.
+        fixed_shape: with a model of ``static_shapes`` every proposal has :meth:`max_nodes` nodes, and a finished row that
+            stays in the batch commits nothing. Only such decoders can drive a compiled model.
         sources: arXiv ids or web addresses of the method, for reports.
     """
 
@@ -60,6 +62,7 @@ class Decoder(ABC):
     lossless: bool = False
     requires: frozenset[str] = frozenset()
     needs_hidden: bool = False
+    fixed_shape: bool = False
     api_version: ClassVar[int] = 1
 
     def __init__(self) -> None:
@@ -71,6 +74,11 @@ class Decoder(ABC):
         if missing:
             raise ValueError(
                 f"decoder {self.name!r} requires {sorted(missing)}, but {model.name} provides {sorted(model.provides)}"
+            )
+        if model.static_shapes and not self.fixed_shape:
+            raise ValueError(
+                f"decoder {self.name!r} cannot drive a compiled model, whose forwards need the same shape every step: use"
+                " ar or a window decoder (sjd, mc-sjd, nc-sjd, gsd, sjd-pac), or load without compile"
             )
         if model.only_decoders and self.name not in model.only_decoders:
             raise ValueError(

@@ -54,6 +54,7 @@ class Jacobi(Decoder):
     """
 
     lossless = True
+    fixed_shape = True
 
     def __init__(
         self,
@@ -122,6 +123,8 @@ class Jacobi(Decoder):
         drafts = self.state["drafts"]
         assert drafts is not None
         size = max(1, min(self.window, run.total - run.low))
+        if run.model.static_shapes:
+            size = self.max_nodes(run.layout)
         positions = (run.count - 1)[:, None] + torch.arange(size, device=run.device)
         tokens = torch.cat([run.last_tokens()[:, None], drafts[:, : size - 1]], dim=1)
         return Proposal(tokens, positions.clamp(max=run.total - 1), positions < run.total)

@@ -130,7 +130,7 @@ class Builder:
             from visacc import load
 
             options = {**config.model_options, "device": self.device}
-            known = {k: options.pop(k) for k in ("device", "dtype", "image_size") if k in options}
+            known = {k: options.pop(k) for k in ("device", "dtype", "image_size", "compile") if k in options}
             self._pipe = load(
                 config.model, decoder=cell.decoder, model_options=options or None, **known, **cell.options
             )

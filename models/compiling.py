@@ -1,0 +1,56 @@
+"""torch.compile of a model's window forward: what it needs of the machine, and the cache write that compiled code can do in
+place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_COMPILERS = ("g++", "clang++", "c++", "cl")
+
+
+def compiled(function: Callable[..., Any], device: torch.device, *, whole: bool) -> Callable[..., Any]:
+    """``torch.compile(function)``, after checking that this machine can.
+
+    Args:
+        whole: the function must be one graph; otherwise it may break into several.
+
+    Raises:
+        RuntimeError: no C++ compiler for code on a CPU, or no Triton for a GPU.
+    """
+    if device.type == "cpu":
+        names = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS
+        if not any(shutil.which(name) for name in names):
+            raise RuntimeError(
+                f"compile=True on a CPU needs a C++ compiler, and there is none here (looked for {', '.join(names)}):"
+                " install g++, or load without compile"
+            )
+    elif device.type == "cuda" and find_spec("triton") is None:
+        raise RuntimeError("compile=True on a GPU needs Triton: pip install triton, or load without compile")
+    return torch.compile(function, fullgraph=whole)
+
+
+def refuse_hooks(module: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` for modules that accelerate has spread over devices."""
+    if any(hasattr(m, "_hf_hook") for m in module.modules()):
+        raise ValueError(
+            f"{name} is spread over several devices (device_map), and accelerate moves its tensors between them from Python:"
+            " such a model cannot be compiled"
+        )
+
+
+def put_slots(store: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write ``new`` [R, H, N, d] into ``store`` [R, H, S, d] at ``slots`` int64 [R, N], in place.
+
+    Compiled code copies the whole store for a scatter, and writes an index_put in place.
+    """
+    rows = torch.arange(store.shape[0], device=store.device)[:, None, None]
+    heads = torch.arange(store.shape[1], device=store.device)[None, :, None]
+    store[rows, heads, slots[:, None]] = new.to(store.dtype)
