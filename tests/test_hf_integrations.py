@@ -259,6 +259,28 @@ def test_diffusers_pipeline(family: str, folders: dict[str, Path], tmp_path: Pat
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("family", ["janus", "emu3", "chameleon"])
+def test_diffusers_offload(family: str, folders: dict[str, Path]) -> None:
+    pytest.importorskip("diffusers")
+    accelerate = pytest.importorskip("accelerate")
+
+    def load() -> Any:
+        pipe = visacc.ARImagePipeline.from_pretrained(folders[family], decoder="sjd", window=4)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    wanted = load()("two", seed=1, output_type="pt").images
+    whole = load()
+    whole.enable_model_cpu_offload(device="cpu")
+    assert type(whole.model._hf_hook).__name__ == "CpuOffload"
+    layers = load()  # what enable_sequential_cpu_offload does on a GPU
+    accelerate.cpu_offload(layers.model, torch.device("cpu"), offload_buffers=True)
+    assert next(layers.model.parameters()).is_meta
+    for pipe in (whole, layers):
+        for _ in range(2):
+            assert torch.equal(pipe("two", seed=1, output_type="pt").images, wanted)
+
+
 def test_diffusers_interrupt_and_errors(folders: dict[str, Path]) -> None:
     pytest.importorskip("diffusers")
     pipe = visacc.ARImagePipeline.from_pretrained(folders["emu3"], decoder="ar")

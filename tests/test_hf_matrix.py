@@ -118,20 +118,30 @@ def test_window_initialisation(family: str, init: str, models: dict[str, ImageMo
     assert torch.equal(result.sequence, plain(models[family], True))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("eagle", {"rule": "gumbel-exact", "tree": "3x2"}),
-        ("eagle", {"tree": "chain-3"}),
-        ("lantern++", {"lam": 1.0, "k": 4, "tree": "chain-3"}),
-    ],
-)
-def test_drafted_trees_on_janus(name: str, options: dict[str, Any], models: dict[str, ImageModel]) -> None:
+DRAFTED = [
+    ("eagle", {"rule": "gumbel-exact", "tree": "3x2"}),
+    ("eagle", {"tree": "chain-3"}),
+    ("lantern", {"delta": 0.0, "k": 4, "tree": "chain-3"}),
+    ("lantern++", {"lam": 1.0, "k": 4, "tree": "chain-3"}),
+]
+
+
+def test_every_drafter_mark_is_run() -> None:
+    marked = {(f, d) for f in FAMILIES for d, mark in MARKS[f].items() if mark == DRAFTER}
+    assert marked == {(f, d) for f in ("llamagen", "janus") for d, _ in DRAFTED}
+
+
+@pytest.mark.parametrize("family", ["llamagen", "janus"])
+@pytest.mark.parametrize(("name", "options"), DRAFTED)
+def test_drafted_trees(
+    family: str, name: str, options: dict[str, Any], models: dict[str, ImageModel]
+) -> None:
     """A random drafter (for prompts of this length) on the adapter's features; plain decoding's tokens."""
-    model = models["janus"]
-    prompt = model.encode(["a red circle", "two"]).data["ids"].shape[1]
+    model = models[family]
+    prompt = 1 if family == "llamagen" else model.encode(["a red circle", "two"]).data["ids"].shape[1]
     torch.manual_seed(0)
-    network = EagleNetwork(DrafterConfig("llamagen", 32, 64, 4, hf_tiny.CODES, prefix=prompt, grid=4))
+    config = DrafterConfig("llamagen", 32, 64, 4, model.layout.vocab, prefix=prompt, grid=4)
+    network = EagleNetwork(config)
     decoder = make_decoder(name, drafter=network, **options)
     decoder.check(model)
     seeded = options.get("rule") == "gumbel-exact"

@@ -281,6 +281,32 @@ def test_device_map_and_offload(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_moved_after_loading(family: str, folders: dict[str, Path], models: dict[str, HFImageModel]) -> None:
+    """`.to()` on the module of a loaded adapter that has drawn before: nothing of the old place is kept."""
+    model, scale = load_hf(folders[family]), 1.0 if family == "glm-image" else 2.0
+    sampling = SamplingParams(scale, temperature=0)
+
+    def draw() -> torch.Tensor:
+        return decode(model, make_decoder("sjd"), model.encode(PROMPTS), sampling, [1, 2]).sequence
+
+    first = draw()
+    model.module.to(torch.float64)
+    assert model.dtype == torch.float64
+    assert torch.equal(draw(), first)
+    with torch.no_grad():
+        for p in model.module.parameters():
+            p.mul_(1.5)
+    model.module.to(torch.float32)
+    changed = draw()
+    fresh = load_hf(folders[family])
+    with torch.no_grad():
+        for p in fresh.module.parameters():
+            p.copy_(p.double() * 1.5)
+    model = fresh
+    assert torch.equal(changed, draw())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_positions_are_slots_or_tokens(family: str, folders: dict[str, Path]) -> None:
     """Numbering the slots instead of the tokens is the same function up to rounding."""
     slot, codes = load_hf(folders[family], positions="slot"), None
