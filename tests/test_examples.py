@@ -84,27 +84,33 @@ def test_plugin_draws_the_pictures_of_plain_decoding(plugin: dict[str, str], tmp
 
 
 @pytest.mark.slow
-def test_plugin_in_the_command_line(plugin: dict[str, str], tmp_path: Path) -> None:
+def test_plugin_in_a_table_and_a_report(plugin: dict[str, str], tmp_path: Path) -> None:
+    """What a newcomer does with a decoder of their own: it is listed, compared and reported like the built-in ones."""
+    pytest.importorskip("matplotlib")
     visacc = (sys.executable, "-m", "visacc")
-    assert "visacc-replay" in start(
-        *visacc, "list", "decoders", env={**plugin, "COLUMNS": "200"}, cwd=tmp_path
+    listed = start(*visacc, "list", "decoders", env={**plugin, "COLUMNS": "200"}, cwd=tmp_path)
+    assert "visacc-replay" in listed
+    (tmp_path / "prompts.txt").write_text(PROMPT + "\n")
+    bench = (
+        "bench",
+        "decoders",
+        "-d",
+        "ar",
+        "-d",
+        "replay:window=16",
+        "--prompts",
+        "prompts.txt",
+        "--no-plot",
+        "-q",
     )
-    for decoder in ("ar", "replay"):
-        start(
-            *visacc,
-            "generate",
-            PROMPT,
-            "-d",
-            decoder,
-            "--seed",
-            "3",
-            "-q",
-            "-o",
-            decoder,
-            env=plugin,
-            cwd=tmp_path,
-        )
-    assert (tmp_path / "ar" / "000.png").read_bytes() == (tmp_path / "replay" / "000.png").read_bytes()
+    said = start(*visacc, *bench, "-o", "bench", env=plugin, cwd=tmp_path)
+    assert re.search(r"\| `replay.*\| exact \|", said)
+    plain, replayed = (
+        next((tmp_path / "bench" / "pictures").glob(f"{name}*/*.png")) for name in ("ar", "replay")
+    )
+    assert plain.read_bytes() == replayed.read_bytes()
+    start(*visacc, "report", "bench", "-o", "report.html", env=plugin, cwd=tmp_path)
+    assert "replay" in (tmp_path / "report.html").read_text()
 
 
 # ---- scripts ----------------------------------------------------------------------------------------------
