@@ -64,6 +64,7 @@ class Phase:
         (`captions.altered`), after Condition Contrastive Alignment (arXiv 2410.09347): who is left, who is red.
         Only of the tasks in BOUND; the loss of tokens teaches the others well enough.
     bound: share of micro-batches drawn from the tasks in BOUND alone.
+    scenes: range of the data set that is used; a long phase on one range begins to learn its pictures by heart.
     """
 
     steps: int
@@ -75,6 +76,7 @@ class Phase:
     text: str = ""
     contrast: float = 0.0
     bound: float = 0.0
+    scenes: tuple[int, int] = (0, 40_000)
 
 
 #: Tasks whose captions say what belongs to what.
@@ -82,7 +84,7 @@ BOUND = ("position", "color_attr")
 
 #: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
 #: that knows what captions mean, then captions that say something else, then a text encoder that shows plainly
-#: what belongs to what, and at last many captions where that matters, with a long fade.
+#: what belongs to what, then many captions where that matters, and at last scenes never seen before.
 PHASES = (
     Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
     Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
@@ -107,6 +109,17 @@ PHASES = (
         object_weight=3.0,
         contrast=0.06,
         bound=0.6,
+    ),
+    Phase(
+        steps=600,
+        muon_lr=0.004,
+        adam_lr=6e-4,
+        hold=200,
+        fade=400,
+        object_weight=3.0,
+        contrast=0.06,
+        bound=0.2,
+        scenes=(40_000, 80_000),
     ),
 )
 
@@ -277,6 +290,9 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
     opts = optimizers(model, settings)
     average = Average(model, settings.ema)
     codes, captions = load_dataset(dataset)
+    needed = max(phase.scenes[1] for phase in settings.phases)
+    if len(captions) < needed:
+        raise ValueError(f"{dataset} holds {len(captions):,} scenes, the phases use {needed:,}: encode more")
     words, mask = tokenize(build_tokenizer(), captions)
     lengths = mask.sum(1)
     rng = np.random.default_rng(settings.seed)
@@ -295,12 +311,15 @@ def train_gpt(folder: Path, dataset: Path, settings: GPTTraining) -> TextToImage
         average.state, start = checkpoint["average"], checkpoint["step"]
     log = JsonLog(folder / "gpt.jsonl")
     parts = settings.batch // settings.micro
-    order = batches(lengths, settings.micro, settings.seed, start * parts)
-    bound = batches(torch.where(is_bound, lengths, 0), settings.micro, settings.seed + 1, start * parts)
     slow_params: list[Tensor] = list(model.parameters())
     began, losses = time.time(), []
     for step in range(start, settings.steps):
         phase, within = settings.phase_at(step)
+        if within == 0 or step == start:
+            chosen = torch.zeros_like(lengths)
+            chosen[slice(*phase.scenes)] = lengths[slice(*phase.scenes)]
+            order = batches(chosen, settings.micro, settings.seed, step * parts)
+            bound = batches(torch.where(is_bound, chosen, 0), settings.micro, settings.seed + 1, step * parts)
         if within == 0 and phase.text:
             teach_text(model, phase.text)
             for name, value in model.state_dict().items():
