@@ -15,7 +15,7 @@ from visacc.decoders.gsd import GSD
 from visacc.engine import decode
 from visacc.models.base import Conditioning
 from visacc.sampling import SamplingParams
-from visacc.verify import Grouped, verify_chain
+from visacc.verify import DraftTree, Grouped, TreeShape, verify, verify_chain
 
 GOLDEN = golden_dir("jacobi")
 
@@ -107,6 +107,64 @@ def test_law_of_one_test_stays_within_its_bound():
         bound = (q * (accept - exact).abs()).sum()
         assert (law - p).abs().sum() / 2 <= bound + 1e-6
         assert bound > 1e-3
+
+
+def group_of(law, x, size, near, far, book):
+    """Ids of the group of x by its definition: ranks around x in ascending order, close in law and in embedding."""
+    order = sorted((i for i in range(len(law)) if law[i] > 0), key=lambda i: (float(law[i]), i))
+    at = order.index(x)
+    start = max(0, min(at - size // 2, len(order) - size))
+    window = order[start : start + size]
+    close = [
+        i
+        for i in window
+        if abs(float(law[i] - law[x])) < near and float((book[i] - book[x]).square().sum()) < far
+    ]
+    return sorted({*close, x})
+
+
+def test_siblings_drawn_without_replacement():
+    """Three children of one node, one after the other, against a plain computation for every row: what is left of q
+    after a failure is q without that child, whatever its companions weigh.
+    """
+    B, V, size, near, far = 300, 12, 4, 0.2, 6.0
+    g = torch.Generator().manual_seed(11)
+    book = torch.randn(V, 3, generator=g)
+    p, q = (torch.randn(B, V, generator=g).mul(1.2).softmax(1) for _ in range(2))
+    children = torch.multinomial(q, 3, generator=g)
+    tokens = torch.cat([torch.zeros(B, 1, dtype=torch.int64), children], 1)
+    u = 0.3 + 0.7 * torch.rand(B, 4, generator=g)  # most first children fail
+    U = torch.randint(0, 2**32, (B, 4), generator=g)
+    tree = DraftTree.of_shape(
+        TreeShape((-1, 0, 0, 0)), tokens, q_rows=q[:, None], q_kind="without_replacement"
+    )
+    step = verify(tree, p[:, None].expand(-1, 4, -1).contiguous(), Grouped(book, size, near, far), u=u, U=U)
+    failures = 0
+    for b in range(B):
+        r, left, kept = p[b].double(), q[b].double(), None
+        for j, x in enumerate(children[b].tolist()):
+            law = left / left.sum()
+            ids = group_of(r, x, size, near, far, book) if r[x] > 0 else []
+            top, bottom = float(r[ids].sum()), float(law[ids].sum()) if ids else 1.0
+            gap = float(u[b, j + 1]) * bottom - top
+            if abs(gap) < 1e-6:
+                break  # within rounding of its threshold
+            if gap < 0:
+                kept = x
+                break
+            failures += 1
+            r = (r - law).clamp(min=0)
+            r[x] = 0
+            r = r / r.sum() if float(r.sum()) > 0 else r
+            left[x] = 0
+        else:
+            assert int(step.n[b]) == 1
+            assert float(r[step.next_root[b]]) > 0
+            continue
+        if kept is not None:
+            assert int(step.n[b]) == 2
+            assert int(step.tokens[b, 1]) == kept
+    assert failures > B // 2
 
 
 def test_a_sample_does_not_depend_on_its_batch():
