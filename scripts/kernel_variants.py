@@ -213,9 +213,13 @@ def attention_variants() -> Iterator[Variant]:
         for window in (False, True)
         if not (window and (rows < 64 or dim == 100)) and not (dim == 100 and rows == 128)
     ]
-    cases += [(dim, "fp32", rows, False) for dim in (64, 128) for rows in (16, 32)]
+    cases += [(100, "bf16", 64, True)]
+    cases += [(96, "bf16", rows, window) for rows in (64, 128) for window in (False, True)]
+    cases += [(dim, "fp16", rows, False) for dim in (64, 100, 128) for rows in (16, 64, 128)]
+    cases += [(dim, "fp32", rows, False) for dim in (64, 100, 128) for rows in (16, 32)]
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for dim, name, rows, window in cases:
-        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+        dtype = types[name]
         c = attention.config(dim, rows, dtype, window)
         if c.block_m != rows and not window:
             continue

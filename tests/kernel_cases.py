@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from visacc.kernels.dispatch import interpreting
+from visacc.verify import DraftTree
 
 DEVICE = "cpu" if interpreting() else "cuda"
 """Kernels run interpreted on the CPU, or for real with TRITON_INTERPRET=0 on a machine with a GPU."""
@@ -99,3 +100,13 @@ def sibling_tokens(g: torch.Generator, parent: Tensor, live: Tensor, q: Tensor) 
 
 def to(device: str, a: object) -> object:
     return a.to(device) if isinstance(a, Tensor) else a
+
+
+def good_tree() -> tuple[DraftTree, dict[str, Tensor]]:
+    """A valid tree of draws without replacement for two rows, and the other arguments of `verify`."""
+    g = generator(0)
+    parent, live = random_tree(g, 2, 6, dead=0)
+    p, q = laws(g, 2, 6, 9, banned=0), laws(g, 2, 6, 9, banned=0)
+    tokens, live = sibling_tokens(g, parent, live, q)
+    tree = DraftTree(tokens, parent, live, "without_replacement", q, torch.arange(6).expand(2, 6))
+    return tree, {"p": p, "u": torch.rand(2, 6, generator=g), "U": words32(g, 2, 6)}

@@ -30,7 +30,9 @@ def test_kernels_compile_for_sm90_without_spills() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_90a" in done.stdout
     table = json.loads(SCRIPT.with_suffix(".json").read_text())["kernels"]
-    assert len(table) > 40
+    assert len(table) > 60
+    for name in ("bf16", "fp16", "fp32"):  # the head sizes and types that the kernel takes
+        assert {f"attention {dim} {name} 16 rows" for dim in (64, 100, 128)} <= set(table)
     assert all(row["stack"] == 0 for row in table.values())
     # wgmma needs 64 rows; that the wide attention tiles use it shows that they are worth their registers
     for dim in (64, 128):

@@ -44,7 +44,8 @@ def config(dim: int, rows: int, dtype: torch.dtype, window: bool = False) -> Con
     if block_m == 128:
         return Config(128, 64, 8, 2)
     if wide and block_m == 64:
-        return Config(64, 64, 8 if window else 4, 2)
+        tight = window or (dim % 8 != 0 and dtype == torch.float16)
+        return Config(64, 64, 8 if tight else 4, 2)
     return Config(block_m, 64, 4, 3)
 
 

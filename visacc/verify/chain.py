@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visacc.kernels import chain_verify
+from visacc.kernels import chain_verify, checks
 from visacc.verify.rules import EXACT, Rule
 
 ChainRule = Rule
@@ -75,6 +75,7 @@ def verify_chain(
         ValueError: wrong shapes, dtypes or devices; with validation also the first bad row and slot.
     """
     if match or rule.matches:
+        _check_match(p, drafts, n_draft, fresh, validate)
         order = torch.arange(drafts.shape[1], device=p.device)
         accepted = (drafts == fresh[:, :-1]) & (order < n_draft[:, None])
         run = accepted.long().cumprod(1).sum(1)
@@ -97,3 +98,17 @@ def verify_chain(
         validate=validate,
     )
     return ChainVerdict(accepted, run, coupled.gather(1, run[:, None])[:, 0], coupled)
+
+
+def _check_match(p: Tensor, drafts: Tensor, n_draft: Tensor, fresh: Tensor, validate: bool) -> None:
+    B, N, V = p.shape
+    checks.law_dtype("p", p)
+    checks.shape("drafts", drafts, ("B", "N-1"), B, N - 1)
+    checks.shape("n_draft", n_draft, ("B",), B)
+    checks.shape("fresh", fresh, ("B", "N"), B, N)
+    checks.same_device(p, drafts, n_draft, fresh)
+    if checks.enabled(validate):
+        checks.laws("p", p)
+        real = torch.arange(N - 1, device=p.device) < n_draft[:, None]
+        checks.drafts(drafts, None, None, real, V)
+        checks.fail_where((fresh < 0) | (fresh >= V), f"fresh token outside the vocabulary 0..{V - 1}")
