@@ -77,6 +77,12 @@ def laws(name: str, p: Tensor, live: Tensor | None = None) -> None:
     check((total - 1).abs() > 1e-3, f"{name} does not sum to one; normalise it (softmax) before verification")
 
 
+def scores(name: str, p: Tensor, live: Tensor) -> None:
+    """Every live row of p [B, N, V] has an arg-max: what a rule that looks at nothing else needs."""
+    fail_where(live & p.isnan().any(-1), f"{name} contains NaN (NaN logits, or no allowed id, upstream)")
+    fail_where(live & ~p.isfinite().any(-1), f"{name} has no finite entry: no token is possible")
+
+
 def uniforms(u: Tensor) -> None:
     fail_where(~((u >= 0) & (u < 1)), "u must lie in [0, 1)")
 

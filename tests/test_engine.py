@@ -13,6 +13,7 @@ from tiny import tiny_llamagen
 from visacc.cache import move_slots, window_mask
 from visacc.decoders import AR, MCSJD, SJD, Jacobi
 from visacc.engine import decode
+from visacc.kernels import checks
 from visacc.models.base import DecodeState, Layout, Proposal
 from visacc.sampling import SamplingParams, probs
 
@@ -248,6 +249,23 @@ def test_probs_forces_structure_and_greedy():
     assert p[0, 0].tolist() == pytest.approx([0, 0.7311, 0, 0.2689], abs=1e-4)
     greedy = probs(ModelOutput(logits), torch.tensor([[0, 1, 2]]), layout, SamplingParams(temperature=0))
     assert greedy[0, 2].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "decoder",
+    [AR(), SJD(6), MCSJD(6, "maximal"), MCSJD(6), Jacobi(6, "gumbel-exact")],
+    ids=lambda d: repr(d.options()),
+)
+def test_value_checks_find_nothing(model, decoder, temperature, monkeypatch):
+    """VISACC_DEBUG=1 looks at every law, draft and uniform of a decode, rows of different progress included."""
+    sampling, seeds = SamplingParams(guidance_scale=2.0, top_k=12, temperature=temperature), [3, 1, 4]
+    plain = run(model, decoder, seeds, sampling)
+    monkeypatch.setenv("VISACC_DEBUG", "1")
+    seen = []
+    monkeypatch.setattr(checks, "laws", lambda *args, _f=checks.laws: seen.append(_f(*args)))
+    assert torch.equal(run(model, decoder, seeds, sampling).codes, plain.codes)
+    assert seen or isinstance(decoder, AR)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from visacc.kernels import (
 )
 from visacc.kernels.dispatch import choose
 from visacc.verify import (
+    GREEDY,
     GUMBEL_EXACT,
     DraftTree,
     Grouped,
@@ -181,6 +183,25 @@ def test_bad_trees_name_row_and_slot(
         monkeypatch.setenv("VISACC_DEBUG", "1")
     with pytest.raises(ValueError, match=message):
         verify(tree, **args, validate=not by_environment)
+
+
+def test_greedy_trees_take_logits() -> None:
+    tree, args = good_tree()
+    logits = args["p"].log()
+    step, same = (verify(tree, p, GREEDY, validate=True) for p in (logits, args["p"]))
+    assert torch.equal(step.path, same.path)
+    assert torch.equal(step.next_root, same.next_root)
+    for value, message in (
+        (torch.nan, "row 1, slot 2: p contains NaN"),
+        (-torch.inf, "row 1, slot 2: p has no finite"),
+    ):
+        bad = logits.clone()
+        bad[1, 2] = value
+        with pytest.raises(ValueError, match=message):
+            verify(tree, bad, GREEDY, validate=True)
+        verify(dataclasses.replace(tree, live=tree.live & (torch.arange(6) < 2)), bad, GREEDY, validate=True)
+    with pytest.raises(ValueError, match="p has a negative entry"):
+        verify(tree, logits.clamp(min=-9), **{k: args[k] for k in ("u", "U")}, validate=True)
 
 
 @pytest.mark.parametrize(

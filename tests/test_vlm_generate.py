@@ -117,9 +117,11 @@ class Oracle:
     levels = 4
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
 @pytest.mark.parametrize("slip", [1000, 3, 1])
-def test_accepted_runs(slip: int) -> None:
+def test_accepted_runs(slip: int, debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long accepted runs, of different lengths in the two rows, leave caches and positions right."""
+    monkeypatch.setenv("VISACC_DEBUG", debug)  # the checks of values find nothing
     case = tiny("llava")
     width = case.inputs["input_ids"].shape[1]
     answer = plain("llava")[:, width:]

@@ -25,7 +25,8 @@ def verify(
 
     Args:
         tree: the drafts.
-        p: float32 [B, T, V], row s = processed target law of the token after slot s.
+        p: float32 [B, T, V], row s = processed target law of the token after slot s. Plain Greedy takes any scores with the
+            law's arg-max, such as logits.
         rule: see :mod:`visacc.verify.rules`; :class:`Traversal` never accepts fewer tokens than
             :class:`Exact`.
         u: float32 [B, T] uniforms in [0, 1), slot s is tested with u[s]. Not for Greedy, GumbelExact,
@@ -51,7 +52,10 @@ def verify(
     checks.same_device(p, tree.tokens, tree.parent, tree.live, tree.q_rows, tree.q_row_of, u, U, noise)
     if checks.enabled(validate):
         tree.validate()
-        checks.laws("p", p, tree.live)
+        if isinstance(rule, Greedy) and rule.relaxed is None:
+            checks.scores("p", p, tree.live)
+        else:
+            checks.laws("p", p, tree.live)
         if u is not None:
             checks.uniforms(u)
     if isinstance(rule, Traversal):
