@@ -93,8 +93,8 @@ and relations).
   command below runs the same phases in one piece, and will not give the same bits.
 
 ## Measured
-Plain autoregressive decoding at the defaults (guidance {DEFAULTS["guidance_scale"]}, temperature {DEFAULTS["temperature"]}, no top-k,
-no top-p), judged by the exact detector, 95 % Wilson intervals in brackets.
+Plain autoregressive decoding at the defaults (guidance {DEFAULTS["guidance_scale"]}, temperature {DEFAULTS["temperature"]},
+no top-k, no top-p), judged by the exact detector, 95 % Wilson intervals in brackets.
 
 {_score_table(figures["scores"])}
 
