@@ -1,6 +1,6 @@
 """Reproduce the embedded LPD model: class- and caption-conditional pictures of the shapes world.
 
-    python scripts/train_lpd_shapes.py --folder runs/lpd train --dataset runs/shapes/codes --first-seed 20000000
+    python scripts/train_lpd_shapes.py --folder runs/lpd train --dataset runs/shapes-t2i/dataset --first-seed 0
     python scripts/train_lpd_shapes.py --folder runs/lpd export
 
 The data set (codes.npy, captions.json) is the one that the shapes text-to-image model is trained on; training resumes.

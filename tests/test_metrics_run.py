@@ -88,6 +88,20 @@ def test_unknown_decoders_and_options_fail_at_once(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_decoders_that_learn_while_they_decode_are_refused(model: Path, tmp_path: Path) -> None:
+    """Their pictures would depend on the number of processes and on a resume; gumbel-exact ones do not."""
+    learning = {"decoder": "nc-sjd", "tables": "online", "window": 4}
+    with pytest.raises(ValueError, match="learns while it decodes"):
+        run(settings(model, tmp_path / "a", decoders={"nc": learning}), world=World(), quiet=True)
+    assert not list((tmp_path / "a").rglob("*.png"))
+    run(
+        settings(model, tmp_path / "b", decoders={"nc": {**learning, "coupling": "gumbel-exact"}}),
+        world=World(),
+        quiet=True,
+    )
+    assert list((tmp_path / "b").rglob("*.png"))
+
+
 def test_torchrun_with_two_processes(model: Path, tmp_path: Path) -> None:
     """The command as users start it; same pictures as one process."""
     pytest.importorskip("accelerate")

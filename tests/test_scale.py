@@ -11,10 +11,9 @@ from launch import torchrun
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llamagen
 
-from visacc import generate_files
 from visacc.cli import main
 from visacc.drafters.checkpoint import load_drafter
-from visacc.eval.world import World
+from visacc.eval.world import World, refuse_memory
 from visacc.generate_files import Job, run_share, share
 from visacc.pipeline import TextToImagePipeline
 from visacc.speculate.checkpoints import load_drafter as load_vlm_drafter
@@ -93,7 +92,7 @@ def test_what_would_depend_on_the_number_of_processes_is_refused(
     with pytest.raises(ValueError, match="'nc-sjd' learns while it decodes"):
         run_share(pipe, Job([1, 2], 3), World(0, 2), tmp_path, False, {})
     exact = TextToImagePipeline(tiny_llamagen(grid=4), "nc-sjd", window=4, coupling="gumbel-exact")
-    generate_files._check_memory(exact)
+    refuse_memory(exact.current_decoder())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stop:
         main(["generate", "1", "-m", str(model), "-d", "sjd", "--window", "auto", "-o", str(tmp_path / "o")])

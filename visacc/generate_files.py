@@ -13,6 +13,7 @@ from typing import Any
 
 from PIL import Image
 
+from visacc.eval.world import refuse_memory
 from visacc.pictures import commit_map, contact_sheet, save_image, save_json
 from visacc.pipeline import BATCH, image_seeds, positive
 from visacc.stats import DecodeStats
@@ -56,7 +57,7 @@ def run_share(
     """
     batch = positive("batch_size", job.batch_size or BATCH)
     if world.size > 1:
-        _check_memory(pipe)
+        refuse_memory(pipe.current_decoder())
     count = len(job.prompts)
     seeds = image_seeds(world.broadcast(image_seeds(job.seed, None, 1)[0]), None, count)
     mine = share(count, batch, world.rank, world.size)
@@ -101,15 +102,6 @@ def run_share(
             f" batches of {batch}; lower --batch-size"
         )
     return record
-
-
-def _check_memory(pipe: Any) -> None:
-    decoder = pipe.current_decoder()
-    if decoder.remembers:
-        raise ValueError(
-            f"decoder {decoder.name!r} learns while it decodes, so with several processes a picture would depend on their"
-            " number: give it measured tables (tables=FILE), or coupling=gumbel-exact"
-        )
 
 
 def _reopened(path: Path) -> Image.Image:

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class Phase:
 #: Tasks whose captions say what belongs to what.
 BOUND = ("position", "color_attr")
 
+_LATE = Phase(steps=300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06)
 #: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
 #: that knows what captions mean, then captions that say something else, then a text encoder that shows plainly
 #: what belongs to what, then many captions where that matters, and at last scenes never seen before.
@@ -89,37 +90,11 @@ PHASES = (
     Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
     Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
     Phase(steps=500, muon_lr=0.005, adam_lr=8e-4, hold=150, fade=450, object_weight=5.0, text="meaning"),
-    Phase(steps=300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06),
-    Phase(
-        steps=300,
-        muon_lr=0.005,
-        adam_lr=8e-4,
-        hold=500,
-        fade=800,
-        object_weight=3.0,
-        text="binding",
-        contrast=0.06,
-    ),
-    Phase(
-        steps=1200,
-        muon_lr=0.005,
-        adam_lr=8e-4,
-        hold=450,
-        fade=750,
-        object_weight=3.0,
-        contrast=0.06,
-        bound=0.6,
-    ),
-    Phase(
-        steps=600,
-        muon_lr=0.004,
-        adam_lr=6e-4,
-        hold=200,
-        fade=400,
-        object_weight=3.0,
-        contrast=0.06,
-        bound=0.2,
-        scenes=(40_000, 80_000),
+    _LATE,
+    replace(_LATE, text="binding"),
+    replace(_LATE, steps=1200, hold=450, fade=750, bound=0.6),
+    replace(
+        _LATE, steps=600, muon_lr=0.004, adam_lr=6e-4, hold=200, fade=400, bound=0.2, scenes=(40_000, 80_000)
     ),
 )
 

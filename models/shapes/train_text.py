@@ -131,7 +131,7 @@ def tune_text_encoder(
 
 
 def binding(metadata: Metadata) -> Tensor:
-    """What belongs to which shape, [BINDING]: the sum over clauses of shape (x) (colour, down, right).
+    """What belongs to which shape, [SHAPE_DIM * (COLOUR_DIM + 2)]: the sum over clauses of shape (x) (colour, down, right).
 
     Shapes and colours are fixed vectors in fewer dimensions than there are of them, so that a combination
     never seen lies between those that were.

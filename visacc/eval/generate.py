@@ -14,9 +14,10 @@ from visacc.eval.chunks import Chunks, run_chunks
 from visacc.eval.config import Cell, Config, settings_digest
 from visacc.eval.files import file_sha256, read_json, write_json, write_png, write_text
 from visacc.eval.prompts import PromptSet
-from visacc.eval.world import World
+from visacc.eval.world import World, refuse_memory
 from visacc.metrics.geneval.layout import metadata_text, prompt_folder, sample_path
 from visacc.noise import sample_seed
+from visacc.pipeline import TextToImagePipeline
 from visacc.traces import TRACED, encode_grid, environment
 
 FORMAT = 1
@@ -176,6 +177,8 @@ def generate_cell(
     pipe: Pipeline | None = None
     if chunks.pending():
         pipe = build()
+        if isinstance(pipe, TextToImagePipeline):
+            refuse_memory(pipe.current_decoder())
         if world.main:
             guard_model(folder, pipe)
     world.barrier()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from visacc.decoders.base import Decoder
 
 PATIENCE = timedelta(days=7)
 """How long a rank waits for another's share of a long run."""
@@ -16,6 +19,15 @@ PATIENCE = timedelta(days=7)
 def several() -> bool:
     """Whether a launcher (accelerate, torchrun, Slurm through them) started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def refuse_memory(decoder: Decoder) -> None:
+    """Refuse a decoder whose pictures depend on what it decoded before: on the number of processes, on a resume."""
+    if decoder.remembers:
+        raise ValueError(
+            f"decoder {decoder.name!r} learns while it decodes, so a picture would depend on the number of processes and on"
+            " interruptions: give it measured tables (tables=FILE), or coupling=gumbel-exact"
+        )
 
 
 def refuse_several(command: str) -> None:
