@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,8 +23,8 @@ from visacc.models.llamagen.config import GPTConfig
 from visacc.models.llamagen.gpt import GPT
 from visacc.models.llamagen.released import HEADS, SIZE_NAMES, Released, released_file
 from visacc.models.llamagen.vq import VQConfig, VQModel
+from visacc.weights import State, blank, naming, read_entry, read_object, read_weights, some, tensors_in
 
-State = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -42,109 +39,36 @@ def read_state(
     namespace that the official training scripts put into their checkpoints.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(
-            f"checkpoint {path} does not exist" if not path.exists() else f"{path} is not a file"
-        )
     known = released_file(path)
-    size = path.stat().st_size
-    if known is not None and size < known.min_bytes:
+    size = path.stat().st_size if path.is_file() else 0
+    if path.is_file() and known is not None and size < known.min_bytes:
         raise ValueError(f"{path} is truncated: {size:,} bytes, {known} has at least {known.min_bytes:,}")
-    config: dict[str, Any] = {}
-    if path.suffix == ".safetensors":
-        raw, config = _read_safetensors(path)
-    else:
-        raw = _read_pickle(path, allow_training_state)
-    for key in (("ema",) if prefer_ema else ()) + ("model", "module", "state_dict"):
-        if isinstance(raw.get(key), Mapping):
-            raw = raw[key]
-            break
+    # zip files can be mapped: a 12 GB file need not fit into memory twice
+    raw, metadata = read_weights(path, mapped=True, allow_training_state=allow_training_state)
+    keys = (("ema",) if prefer_ema else ()) + ("model", "module", "state_dict")
     state: State = {}
-    for name, value in raw.items():
+    for name, value in tensors_in(path, raw, keys).items():
         while name.startswith(("module.", "_orig_mod.")):
             name = name.split(".", 1)[1]
-        if name != "freqs_cis" and isinstance(value, Tensor):
+        if name != "freqs_cis":
             state[name] = value
-    if not state:
-        raise ValueError(f"{path} holds no weights; its top level has {_some(raw) or 'nothing'}")
-    return state, config or _read_sidecar(path.with_suffix(".json"))
+    return state, read_entry(path, metadata, "config") or _read_sidecar(path.with_suffix(".json"))
 
 
 def _read_sidecar(path: Path) -> dict[str, Any]:
     """The ``config`` entry of a JSON file, empty if there is no such file or entry."""
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    return content.get("config", {}) if isinstance(content, dict) else {}
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: truncated or not a safetensors file ({error})") from error
-    return tensors, json.loads(metadata.get("config", "{}"))
-
-
-def _read_pickle(path: Path, allow_training_state: bool) -> dict[str, Any]:
-    from argparse import Namespace
-
-    mapped = zipfile.is_zipfile(path)  # zip files can be mapped: a 12 GB file need not fit into memory twice
-    try:
-        with torch.serialization.safe_globals([Namespace] if allow_training_state else []):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        if "argparse.Namespace" in str(error):
-            raise ValueError(
-                f"{path} is a training checkpoint that stores its command line besides the weights; "
-                "pass allow_training_state=True if you trust it"
-            ) from error
-        if "Unsupported global" in str(error):
-            raise ValueError(
-                f"{path} contains pickled objects other than weights; it is not loaded"
-            ) from error
-        raise ValueError(f"{path} cannot be read: truncated or not a checkpoint") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read: truncated or not a checkpoint") from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict")
-    return dict(content)
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    names = sorted(str(name) for name in names)
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    config = read_object(path).get("config", {})
+    if not isinstance(config, dict):
+        raise ValueError(f"the 'config' entry of {path} must be an object of hyper-parameters")
+    return config
 
 
 def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     if name not in state:
         raise ValueError(f"incomplete: {describe(state)} without {name}")
     return tuple(state[name].shape)
-
-
-def _check_keys(path: Path, module: nn.Module, state: State, what: str) -> None:
-    """Every tensor of the model and nothing else, in the right shapes; complains by name."""
-    expected = module.state_dict()
-    problems = []
-    if missing := expected.keys() - state.keys():
-        problems.append(f"missing {_some(missing)}")
-    if foreign := state.keys() - expected.keys():
-        problems.append(f"foreign {_some(foreign)}")
-    wrong = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in expected.keys() & state.keys()
-        if state[name].shape != expected[name].shape
-    ]
-    if wrong:
-        problems.append(f"wrong shapes: {_some(wrong)}")
-    if problems:
-        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems)}")
 
 
 def _fill(module: M, state: State, dtype: torch.dtype, device: torch.device | str) -> M:
@@ -178,7 +102,7 @@ def describe(state: Mapping[str, Tensor]) -> str:
         size = SIZE_NAMES.get((dim, layers))
         label = f"GPT-{size}" if size else f"GPT of width {dim} with {layers} layers"
         return f"a {kind}-conditional LlamaGen {label}"
-    return f"not a LlamaGen model (tensors {_some(state)})"
+    return f"not a LlamaGen model (tensors {some(state)})"
 
 
 def _count(state: Iterable[str], prefix: str) -> int:
@@ -287,13 +211,9 @@ def load_gpt(
     if config is not None:
         stored = asdict(config)
     block_size = _block_size(path, known, stored, image_size, downsample)
-    try:
-        config = infer_gpt_config(state, stored, block_size)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    with torch.device("meta"):
-        model = GPT(config)
-    _check_keys(path, model, state, f"{what} as it should be")
+    with naming(path):
+        found_config = infer_gpt_config(state, stored, block_size)
+    model = blank(path, lambda: GPT(found_config), state, f"{what} as it should be")
     return _fill(model, state, dtype, device)
 
 
@@ -337,11 +257,7 @@ def load_vq(
         hint = "; load it with load_gpt" if "GPT" in what else ""
         raise ValueError(f"{path} is {what}, a LlamaGen VQ tokenizer is needed{hint}")
     state.pop("quantize.codebook_used", None)  # usage statistics of the training
-    try:
+    with naming(path):
         config = infer_vq_config(state, stored)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    with torch.device("meta"):
-        model = VQModel(config)
-    _check_keys(path, model, state, "the tokenizer its first layers describe")
+    model = blank(path, lambda: VQModel(config), state, "the tokenizer its first layers describe")
     return _fill(model, state, torch.float32, device)
