@@ -123,6 +123,7 @@ def main(args: list[str] | None = None) -> None:
     command: Any = typer.main.get_command(app)
     try:
         code = command(args, prog_name="visacc", standalone_mode=False)
+        _leave()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.exceptions.Abort:
@@ -137,6 +138,13 @@ def main(args: list[str] | None = None) -> None:
             raise
         _fail(" ".join(str(error).split()) or type(error).__name__, 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave() -> None:
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "torch" in sys.modules:
+        from visacc.eval.world import leave
+
+        leave(together=True)
 
 
 def _fail(message: str, code: int) -> None:

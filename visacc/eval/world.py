@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,6 +73,23 @@ class World:
         return broadcast_object_list([value])[0]
 
 
+def leave(*, together: bool = False) -> None:
+    """Close this process's connections to the others, if there are any; without this an interpreter that ends while
+    another rank is already gone can abort.
+
+    Args:
+        together: wait for the other ranks first. Only after success: a rank that failed is never here, and then it is
+            the launcher that ends the waiting ones.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if together:
+        distributed.barrier()
+    distributed.destroy_process_group()
+
+
 def join(device: str | None = None) -> World:
     """The world this process belongs to. device: overrides the automatic choice (first or own GPU, else
     CPU).
@@ -90,6 +108,7 @@ def join(device: str | None = None) -> World:
             ) from error
         cpu = device == "cpu" or not torch.cuda.is_available()
         state = PartialState(cpu=cpu, timeout=PATIENCE)
+        atexit.register(leave)
         if state.num_processes != size:  # set up before, or inherited over a fork: every rank would be rank 0
             raise RuntimeError(
                 f"accelerate was set up in this process for {state.num_processes} process(es), WORLD_SIZE says "
