@@ -105,7 +105,8 @@ def measure(
     # the seconds of every row's groups, each group of `batch` images
     seconds: list[list[float]] = [[] for _ in rows]
     stats: list[list[Any]] = [[] for _ in rows]
-    settings: list[dict[str, Any]] = [{} for _ in rows]
+    windows: list[list[int]] = [[] for _ in rows]  # window=auto may choose anew for each group
+    guidance_used = 1.0
     for start in track(range(0, images * repeats, batch), description=f"{model.name}, batch {batch}"):
         group = [prompts[i % images] for i in range(start, start + batch)]
         for i, (decoder, options) in enumerate(rows):
@@ -120,23 +121,23 @@ def measure(
             )
             stats[i].append(result.stats)
             seconds[i].append(result.stats.seconds / batch)
-            settings[i] = result.settings
-    guided = settings[0]["sampling"]["guidance_scale"] != 1
-    sizes = tuple({1, *(s["decoder_options"].get("window", 1) for s in settings)})
+            windows[i].append(result.settings["decoder_options"].get("window", 1))
+            guidance_used = result.settings["sampling"]["guidance_scale"]
+    guided = guidance_used != 1
+    sizes = tuple({1, *(w for used in windows for w in used)})
     forward = forward_costs(model, sizes, batch, guided, repeats=15)
     found = []
-    for (decoder, options), parts, times, setting in zip(rows, stats, seconds, settings, strict=True):
+    for (decoder, options), parts, times, used in zip(rows, stats, seconds, windows, strict=True):
         forwards = sum(p.forwards for p in parts)
         fed = sum(p.fed for p in parts) / max(1, forwards - len(parts))
         nfe = statistics.mean(p.nfe for p in parts)
-        window = setting["decoder_options"].get("window", 1)
         found.append(
             Row(
                 model=model.name,
                 decoder=decoder,
-                options=options | ({"chosen": window} if options.get("window") == "auto" else {}),
+                options=options | ({"chosen": sorted(set(used))} if options.get("window") == "auto" else {}),
                 batch=batch,
-                guidance=setting["sampling"]["guidance_scale"],
+                guidance=guidance_used,
                 images=len(times) * batch,
                 steps=nfe,
                 step_compression=parts[0].tokens / nfe,
@@ -146,7 +147,7 @@ def measure(
                 # ratios of neighbours in time, so that slow phases of the machine cancel
                 ratio_to_ar=statistics.median(a / b for a, b in zip(seconds[0], times, strict=True)),
                 step_ms=1e3 * statistics.median(p.seconds / p.forwards for p in parts),
-                forward_ms=1e3 * forward[window],
+                forward_ms=1e3 * statistics.mean(forward[w] for w in used),
             )
         )
     return found
