@@ -38,6 +38,7 @@ def save_asset(module: nn.Module, config: Any, path: Path, **facts: Any) -> None
         raise ValueError("config must be a dataclass instance")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, path, metadata={"config": json.dumps(asdict(config)), "facts": json.dumps(facts)})
+    path.chmod(0o644)  # the library writes for the owner alone, packages are for everybody
 
 
 def read_asset(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:

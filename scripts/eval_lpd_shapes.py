@@ -1,84 +1,155 @@
-"""Figures of the embedded LPD model beside the raster model of the same world: GenEval tasks, classes, distance, steps.
+"""Figures of the embedded LPD model beside raster models of the same world: GenEval tasks, classes, distance, steps.
 
-    python scripts/eval_lpd_shapes.py --per-task 20
+    python scripts/eval_lpd_shapes.py --per-task 48 --folder runs/lpd
 
-Prompts are GenEval's six tasks over the shapes world, judged from pixels; the feature space of the distance is fixed and
-untrained (`RandomVideoFeatures` on single frames), so distances compare these models with each other only.
+Every run draws the same prompts with the same seeds. Prompts are GenEval's six tasks over the shapes world, judged from
+pixels by the exact detector; the distance is a Fréchet distance to true scenes of the same prompts in the space of the
+world's tokenizer. Rows: the LPD model at every ``--steps``; its raster twin (the same network, one code a step) where
+``--folder`` holds ``shapes-raster.safetensors``; shapes-t2i with plain decoding.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+from torch import Tensor
 
 from visacc.loading import load
-from visacc.metrics.fvd import FVD, RandomVideoFeatures
+from visacc.metrics.extractors import create
+from visacc.metrics.frechet import expected_bias, frechet
+from visacc.metrics.scores import bootstrap_frechet
+from visacc.metrics.stats import FeatureStats, Gaussian
+from visacc.models.lpd.loading import load_shapes
 from visacc.models.lpd.train import CLASS_NAMES
-from visacc.models.shapes.captions import all_prompts, sample
-from visacc.models.shapes.detector import detect
+from visacc.models.shapes.captions import Metadata, all_prompts, compose, heldout_prompts, scene_for
+from visacc.models.shapes.evaluate import wilson
 from visacc.models.shapes.judge import score
 from visacc.models.shapes.world import render
+from visacc.pipeline import TextToImagePipeline
+
+TOKENS = 256
 
 
-def _half_width(share: float, count: int) -> float:
-    return 1.96 * (share * (1 - share) / max(count, 1)) ** 0.5
+def _pipes(folder: Path, weights: Path | None, steps: list[int], plain: bool) -> Iterator[tuple[str, Any]]:
+    """Name and pipeline of every row."""
+    model = load_shapes() if weights is None else load_shapes(weights)
+    for n in steps:
+        yield f"shapes-lpd, {n} steps", TextToImagePipeline(model, "lpd", steps=n)
+    twin = folder / "shapes-raster.safetensors"
+    if twin.is_file():
+        raster: dict[str, Any] = {"group_sizes": (1,) * TOKENS, "orders": torch.arange(TOKENS)}
+        raster["guidance_schedule"] = "constant"
+        yield "raster twin", TextToImagePipeline(load_shapes(twin, name="shapes-raster"), "lpd", **raster)
+    if plain:
+        yield "shapes-t2i, `ar`", load("shapes-t2i", "ar", device="cpu")
+
+
+def _share(right: list[bool]) -> tuple[float, list[float]]:
+    return float(np.mean(right)), [abs(round(bound, 4)) for bound in wilson(sum(right), len(right))]
+
+
+def _tasks(prompts: list[Metadata], right: list[bool]) -> dict[str, Any]:
+    tasks = {}
+    for tag in dict.fromkeys(p["tag"] for p in prompts):
+        share, interval = _share([r for p, r in zip(prompts, right, strict=True) if p["tag"] == tag])
+        tasks[tag] = {"score": share, "interval": interval}
+    # GenEval's overall score is the mean of the tasks; its standard error adds those of independent tasks
+    counts = {tag: sum(p["tag"] == tag for p in prompts) for tag in tasks}
+    overall = float(np.mean([entry["score"] for entry in tasks.values()]))
+    variance = 0.0
+    for (
+        tag,
+        entry,
+    ) in tasks.items():  # two successes and two failures more keep a task of 0 or 1 from having none
+        n = counts[tag] + 4
+        share = (entry["score"] * counts[tag] + 2) / n
+        variance += share * (1 - share) / n
+    half = 1.96 * variance**0.5 / len(tasks)
+    interval = [max(0.0, overall - half), min(1.0, overall + half)]
+    return {"overall": overall, "overall interval": interval, "tasks": tasks}
+
+
+def _distance(pixels: Tensor, extractor: Any, real: Gaussian) -> dict[str, Any]:
+    rows = extractor(pixels)["features"]
+    stats = FeatureStats.of(rows).gaussian()
+    return {
+        "distance": frechet(stats, real, warn=False),
+        "distance interval": [round(bound, 5) for bound in bootstrap_frechet(rows, real)],
+        "distance bias": expected_bias(real.cov, len(rows), real.n),
+    }
 
 
 def main(
-    per_task: int = 20,
+    per_task: Annotated[int, typer.Option(help="Prompts of every task.")] = 48,
+    per_class: Annotated[int, typer.Option(help="Pictures of every class.")] = 4,
+    scenes: Annotated[int, typer.Option(help="True scenes for the distance.")] = 1000,
+    steps: Annotated[list[int], typer.Option(help="Steps of the LPD model.")] = [20, 64],  # noqa: B006
+    guidance: Annotated[float | None, typer.Option(help="Scale; the models' own (3) by default.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="The models' own by default.")] = None,
+    heldout: Annotated[bool, typer.Option(help="Prompts with combinations unseen in training.")] = False,
+    plain: Annotated[bool, typer.Option(help="Measure shapes-t2i, too.")] = True,
+    folder: Annotated[Path, typer.Option(help="Run with the twin's weights.")] = Path("runs/lpd"),
+    weights: Annotated[Path | None, typer.Option(help="LPD weights other than the shipped ones.")] = None,
+    batch: int = 24,
     threads: int = 1,
-    guidance: float = 3.0,
-    steps: Annotated[list[int], typer.Option()] = [20, 64],  # noqa: B006 - typer reads the default only
-    raster: bool = True,
+    out: Annotated[Path | None, typer.Option(help="File for the lines, replaced.")] = None,
 ) -> None:
     """Print one JSON line per run."""
     torch.set_num_threads(threads)
-    prompts = all_prompts(per_task)
-    real = torch.from_numpy(np.stack([render(sample(30_000_000 + i).scene) for i in range(256)])).movedim(
-        -1, 1
-    )
-    fvd = FVD(RandomVideoFeatures(), None).update(real[:, None], real=True)
-    runs: list[tuple[str, str, str, dict[str, Any]]] = [
-        (f"lpd {n} steps", "shapes-lpd", "lpd", {"steps": n}) for n in steps
-    ]
-    if raster:
-        runs.append(("raster ar", "shapes-t2i", "ar", {}))
-    for name, model, decoder, options in runs:
-        pipe = load(model, decoder, device="cpu", **options)
-        started = time.perf_counter()
-        call: dict[str, Any] = {"seed": 1, "batch_size": 20, "output_type": "pt", "guidance_scale": guidance}
+    prompts = heldout_prompts(per_task) if heldout else all_prompts(per_task)
+    colours = [name.split() for name in CLASS_NAMES]
+    wanted = [compose("colors", [shape], [colour]) for colour, shape in colours for _ in range(per_class)]
+    extractor = create("shapes-vq", device="cpu")
+    true = [render(scene_for(prompts[i % len(prompts)], 10_000_000 + i)) for i in range(scenes)]
+    pixels = torch.from_numpy(np.round(np.stack(true) * 255).astype(np.uint8)).movedim(-1, 1)
+    real = FeatureStats.of(torch.cat([extractor(part)["features"] for part in pixels.split(100)])).gaussian()
+    lines: list[str] = []
+    for name, pipe in _pipes(folder, weights, steps, plain):
+        call: dict[str, Any] = {"seed": 1, "batch_size": batch, "output_type": "np"}
+        call |= {"guidance_scale": guidance, "temperature": temperature}
+        began = time.perf_counter()
         result = pipe([p["prompt"] for p in prompts], **call)
-        images = result.images.movedim(1, -1).numpy()
-        right = [score(p, image) for p, image in zip(prompts, images, strict=True)]
-        fvd.fake = None
-        fvd.update(result.images[:, None], real=False)
-        share = float(np.mean(right))
-        row: dict[str, Any] = {
-            "tasks": share,
-            "+-": _half_width(share, len(right)),
-            "distance": fvd.compute(),
+        seconds = (time.perf_counter() - began) / len(prompts)
+        right = [score(p, image) for p, image in zip(prompts, result.images, strict=True)]
+        by_class = pipe.model.name != "shapes-t2i"
+        asked: list[Any] = [i for i in range(len(CLASS_NAMES)) for _ in range(per_class)]
+        made = pipe(asked if by_class else [text for text, _ in wanted], **call).images
+        found = [score(metadata, image) for (_, metadata), image in zip(wanted, made, strict=True)]
+        accuracy, interval = _share(found)
+        row = {
+            "run": name,
+            "steps": result.stats.nfe,
+            **_tasks(prompts, right),
+            "class accuracy": accuracy,
+            "class interval": interval,
+            **_distance(torch.from_numpy(result.images).movedim(-1, 1), extractor, real),
+            "seconds a picture": seconds,
+            "prompts": len(prompts),
+            "classes": len(wanted),
+            "scenes": scenes,
+            "guidance": result.settings["sampling"]["guidance_scale"],
+            "temperature": result.settings["sampling"]["temperature"],
         }
-        for task in sorted({p["tag"] for p in prompts}):
-            row[task] = float(np.mean([r for r, p in zip(right, prompts, strict=True) if p["tag"] == task]))
-        if model == "shapes-lpd":
-            picked = list(range(0, len(CLASS_NAMES)))
-            made = pipe(picked, **call).images.movedim(1, -1).numpy()
-            found = [detect(image, 0.7) for image in made]
-            names = [f"{f[0].colour} {f[0].shape}" if f else "" for f in found]
-            row["class accuracy"] = float(
-                np.mean([n == CLASS_NAMES[i] for n, i in zip(names, picked, strict=True)])
-            )
-        row |= {"steps": result.stats.nfe, "seconds": time.perf_counter() - started}
-        print(
-            json.dumps(
-                {"run": name} | {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-            )
-        )
+        lines.append(json.dumps(_rounded(row)))
+        print(lines[-1], flush=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text("\n".join(lines) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 5)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

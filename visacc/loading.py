@@ -103,12 +103,12 @@ def _load(name: str, common: dict[str, Any], options: dict[str, Any]) -> ImageMo
 def known_models() -> dict[str, str]:
     """Names that :func:`load` knows, with a line about each."""
     from visacc.models.llamagen import RELEASED
-    from visacc.models.lpd.loading import NAMES as LPD_NAMES
+    from visacc.models.lpd.loading import available as lpd_models
     from visacc.models.shapes import EMBEDDED
 
     found = {name: (loader.__doc__ or "").strip().splitlines()[0] for name, loader in EMBEDDED.items()}
     found |= {name: str(entry) for name, entry in RELEASED.items() if entry.kind != "vq"}
-    found |= LPD_NAMES
+    found |= lpd_models()
     return found | dict.fromkeys(model_plugins(), "added by a plug-in")
 
 

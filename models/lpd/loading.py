@@ -27,6 +27,12 @@ NAMES = {
 }
 
 
+def available() -> dict[str, str]:
+    """:data:`NAMES` without an embedded model whose weights are not installed."""
+    missing = not (ASSETS / "shapes-lpd.safetensors").is_file()
+    return {name: line for name, line in NAMES.items() if not (missing and name == "shapes-lpd")}
+
+
 def is_lpd(path: Path) -> bool:
     """Whether a path names a published LPD checkpoint."""
     return path.name in _FILES
@@ -52,7 +58,7 @@ def load(
     if name == "shapes-lpd":
         if file is not None or vq is not None:
             raise ValueError("shapes-lpd brings its own weights and tokenizer")
-        model = _load_shapes(device, dtype)
+        model = load_shapes(device=device, dtype=dtype)
     else:
         path = Path(file) if file is not None else Path(name)
         if name in NAMES and file is None:
@@ -68,10 +74,25 @@ def load(
     return model
 
 
-def _load_shapes(device: torch.device | str, dtype: torch.dtype) -> LPDModel:
+def load_shapes(
+    path: Path | None = None,
+    *,
+    name: str = "shapes-lpd",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LPDModel:
+    """An LPD model of the shapes world from a file that ``scripts/train_lpd_shapes.py export`` wrote; the shipped one
+    by default.
+
+    Raises:
+        ValueError: there is no such file, or it is not of this kind.
+    """
     from visacc.models.lpd.train import CLASS_NAMES, caption_reader
 
-    state, config, _ = read_asset(ASSETS / "shapes-lpd.safetensors")
+    path = path or ASSETS / "shapes-lpd.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{name} has no weights at {path}: train them with scripts/train_lpd_shapes.py")
+    state, config, facts = read_asset(path)
     net = LPD(LPDConfig(**config))
     net.load_state_dict(state)
     # the pictures' codes are those of the world's text-to-image model
@@ -79,10 +100,10 @@ def _load_shapes(device: torch.device | str, dtype: torch.dtype) -> LPDModel:
     model = LPDModel(
         net.to(device=device, dtype=dtype),
         vq,
-        name="shapes-lpd",
+        name=name,
         read_caption=caption_reader(),
         class_names=CLASS_NAMES,
     )
-    defaults: dict[str, Any] = {"guidance_scale": 3.0}
+    defaults: dict[str, Any] = facts.get("defaults", {"guidance_scale": 3.0})
     model.defaults = defaults  # type: ignore[misc]
     return model

@@ -44,10 +44,11 @@ def crop_adm(pixels: np.ndarray, size: int) -> np.ndarray:
     return array[top : top + size, left : left + size]
 
 
+#: the embedded model; as large as shipped weights may be
 SHAPES_MODEL = LPDConfig(
-    dim=128,
-    depth=4,
-    heads=4,
+    dim=192,
+    depth=6,
+    heads=6,
     vocab=512,
     classes=len(COLOURS) * len(SHAPES),
     grid=16,
@@ -87,10 +88,16 @@ def permutations(batch: int, tokens: int) -> Tensor:
 
 
 def lpd_loss(
-    model: LPD, tokens: Tensor, labels: Tensor, words: Tensor | None, groups: Sequence[int]
+    model: LPD,
+    tokens: Tensor,
+    labels: Tensor,
+    words: Tensor | None,
+    groups: Sequence[int],
+    orders: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross entropy over all places in a random order, for one group-size list."""
-    orders = permutations(*tokens.shape).to(tokens.device)
+    """Mean cross entropy over all places for one group-size list, in ``orders`` [B, N] or in a random order."""
+    if orders is None:
+        orders = permutations(*tokens.shape).to(tokens.device)
     logits = model(tokens, labels, orders, groups, words)
     return F.cross_entropy(logits.flatten(0, 1), tokens.gather(1, orders).flatten())
 
@@ -104,14 +111,17 @@ def train_lpd(
     settings: Fit,
     *,
     name: str = "lpd",
+    raster: bool = False,
 ) -> LPD:
     """Train, or resume, on a data set of codes. Every step draws one of the group-size lists, as published.
 
     Args:
         codes: int64 [count, N] raster order; labels: int64 [count], -1 for none; words: int64 [count, text_len].
             Samples that have both a label and a caption show the model one of the two at random.
+        raster: train the twin that an LPD model is measured against: the same network, one code a step, row by row.
     """
-    lists = training_lists(model.config.tokens)
+    tokens = model.config.tokens
+    lists = [(1,) * tokens] if raster else training_lists(tokens)
 
     def loss(pick: Tensor) -> Tensor:
         groups = lists[int(torch.randint(len(lists), (1,)))]
@@ -119,7 +129,8 @@ def train_lpd(
         if word is not None:
             by_label = (label >= 0) & (torch.rand(len(pick)) < 0.5)
             label, word = torch.where(by_label, label, -1), word.masked_fill(by_label[:, None], 0)
-        return lpd_loss(model, codes[pick], label, word, groups)
+        orders = torch.arange(tokens).expand(len(pick), -1) if raster else None
+        return lpd_loss(model, codes[pick], label, word, groups, orders)
 
     fit(model, loss, len(codes), folder, name, settings, matrices=model.blocks)
     return model
