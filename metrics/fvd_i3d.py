@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visacc.metrics.extractors.base import fill, load_state
+
 VARIANTS = ("styleganv", "videogpt")
 _Triple = tuple[int, int, int]
 
@@ -164,9 +166,8 @@ class I3DFeatures:
                     f"{path} is no TorchScript file; variant 'styleganv' needs i3d_torchscript.pt"
                 ) from error
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
             self._net = I3D()
-            self._net.load_state_dict(state)
+            fill(self._net, load_state(path), path, "the I3D network of VideoGPT")
             self._net = self._net.to(self.device).eval()
 
     @torch.inference_mode()

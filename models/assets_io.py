@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from visacc.weights import read_entry, read_weights
 
 MAX_BYTES = 6_000_000
 
@@ -45,10 +46,8 @@ def read_asset(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str,
     """State dict in float32, hyper-parameters and facts of a file that :func:`save_asset` wrote."""
     if not path.is_file():
         raise ValueError(f"weights {path} are missing from this installation")
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    state, metadata = read_weights(path)
     if "config" not in metadata:
         raise ValueError(f"{path} carries no hyper-parameters: not a file of this package")
     state = {key: value.float() if value.dtype == torch.float16 else value for key, value in state.items()}
-    return state, json.loads(metadata["config"]), json.loads(metadata.get("facts", "{}"))
+    return state, read_entry(path, metadata, "config"), read_entry(path, metadata, "facts")

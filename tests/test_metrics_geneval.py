@@ -339,7 +339,7 @@ def test_mask2former_detector_end_to_end(tmp_path: Path) -> None:
     small = Mask2FormerForUniversalSegmentation(config(**{**sizes, "classes": 7}))
     with pytest.raises(ValueError, match="has 7 classes, GenEval needs 80"):
         Mask2FormerDetector(small, "x", device="cpu")
-    with pytest.raises(ValueError, match="no weights file"):
+    with pytest.raises(ValueError, match="does not exist"):
         create_detector("mask2former", weights=tmp_path / "none.pth")
 
 

@@ -30,12 +30,16 @@ _DAMAGE = (KeyError, TypeError, IndexError, AttributeError, ArithmeticError, Val
 
 # ---- files ------------------------------------------------------------------------------------------------
 def read_weights(
-    path: str | Path, *, mapped: bool = False, allow_training_state: bool = False
+    path: str | Path,
+    *,
+    safetensors: bool | None = None,
+    mapped: bool = False,
+    allow_training_state: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Top level of a weight file and its metadata (safetensors only).
 
     Args:
-        path: safetensors by suffix, anything else is taken for a file of ``torch.save``.
+        safetensors: the format; by default files of that suffix are taken for it and all others for ``torch.save``.
         mapped: let the tensors of a zip archive refer to the file instead of copying them; for files of many gigabytes.
         allow_training_state: accept an ``argparse.Namespace`` beside the weights.
 
@@ -48,7 +52,7 @@ def read_weights(
         raise ValueError(
             f"checkpoint {path} does not exist" if not path.exists() else f"{path} is not a file"
         )
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" if safetensors is None else safetensors:
         return _read_safetensors(path)
     content = _read_pickle(path, mapped, allow_training_state)
     if not isinstance(content, Mapping):
@@ -108,9 +112,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def _read_pickle(path: Path, mapped: bool, allow_training_state: bool) -> Any:
     from argparse import Namespace
 
-    zipped = zipfile.is_zipfile(path)
-    if zipped:
-        _check_archive(path)
+    zipped = _check_archive(path)
     try:
         with (
             warnings.catch_warnings(),
@@ -131,9 +133,14 @@ def _read_pickle(path: Path, mapped: bool, allow_training_state: bool) -> Any:
         raise ValueError(f"{path} cannot be read: truncated or not a checkpoint") from error
 
 
-def _check_archive(path: Path) -> None:
-    """``torch.save`` never compresses: members that grow when they are read are none of its own, but a zip bomb."""
+def _check_archive(path: Path) -> bool:
+    """Whether the file is a zip archive (else it is a plain pickle).
+
+    ``torch.save`` never compresses: members that grow when they are read are none of its own, but a zip bomb.
+    """
     try:
+        if not zipfile.is_zipfile(path):
+            return False
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
@@ -148,6 +155,7 @@ def _check_archive(path: Path) -> None:
             f"{path} is a compressed archive (its members claim {size:,} bytes); files of torch.save are not"
             " compressed, so it is not loaded"
         )
+    return True
 
 
 def _check_tensors(path: Path, content: Any) -> None:
@@ -192,10 +200,16 @@ def blank(path: str | Path, make: Callable[[], M], state: Mapping[str, Tensor], 
     Raises:
         ValueError: missing, foreign, misshapen or non-numeric tensors, by name.
     """
-    with naming(path), torch.device("meta"), _at_most(8 * len(state) + 1024):
-        module = make()
+    with naming(path):
+        module = meta_module(make, state)
     check_state(path, module, state, what)
     return module
+
+
+def meta_module(make: Callable[[], M], state: Mapping[str, Tensor]) -> M:
+    """The module that ``make`` builds, on the meta device and with a bound on its size: see :func:`blank`."""
+    with torch.device("meta"), _at_most(8 * len(state) + 1024):
+        return make()
 
 
 def load_checked(path: str | Path, make: Callable[[], M], state: Mapping[str, Tensor], what: str) -> M:
@@ -207,7 +221,11 @@ def load_checked(path: str | Path, make: Callable[[], M], state: Mapping[str, Te
 
 
 def check_state(
-    path: str | Path, module: nn.Module, state: Mapping[str, Tensor], what: str, optional: Collection[str] = ()
+    path: str | Path,
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    what: str,
+    optional: Collection[str] = (),
 ) -> None:
     """Every tensor of the module and nothing else, in the right shapes and kinds; complains by name."""
     expected = module.state_dict()

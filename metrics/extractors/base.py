@@ -9,12 +9,12 @@ import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from visacc.metrics.images import group_by_size, to_uint8
+from visacc.weights import check_state, read_weights, tensors_in
 
 
 class Extractor:
@@ -82,23 +82,14 @@ def parameter_digest(state: Mapping[str, Tensor] | nn.Module, length: int = 12) 
 
 def load_state(path: str | Path) -> dict[str, Tensor]:
     """A state dict from .safetensors or a torch file (tensors only); one level of nesting is unwrapped."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no weights file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    return tensors_in(path, read_weights(path)[0], ("state_dict", "model"))
 
-            return dict(load_file(path))
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"cannot read weights {path}: {error}") from error
-    for key in ("state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError(f"{path} does not hold a state dict of tensors")
-    return dict(state)
+
+def fill(net: torch.nn.Module, state: dict[str, Tensor], source: str | Path, what: str) -> None:
+    """Strict ``load_state_dict`` (counters of batch norms may be missing); what does not fit is named with its file."""
+    counters = [name for name in net.state_dict() if name.endswith("num_batches_tracked")]
+    check_state(source, net, state, what, optional=counters)
+    net.load_state_dict(state, strict=False)
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

@@ -14,6 +14,7 @@ from visacc.metrics.extractors.base import (
     Extractor,
     channels,
     download_failed,
+    fill,
     load_state,
     parameter_digest,
     pick_device,
@@ -46,10 +47,7 @@ class ClipModel:
         if weights is not None:
             net = open_clip.create_model(model, pretrained=None)
             state = {k.removeprefix("module."): v for k, v in load_state(weights).items()}
-            try:
-                net.load_state_dict(state)
-            except RuntimeError as error:
-                raise ValueError(f"{weights} does not fit open_clip's {model}: {error}") from error
+            fill(net, state, weights, f"open_clip's {model}")
         else:
             try:
                 net = open_clip.create_model(model, pretrained=pretrained)

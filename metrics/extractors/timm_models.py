@@ -14,6 +14,7 @@ from visacc.metrics.extractors.base import (
     Extractor,
     channels,
     download_failed,
+    fill,
     load_state,
     parameter_digest,
     pick_device,
@@ -106,12 +107,7 @@ def load_into(
             if x.shape != y.shape:
                 raise ValueError(f"{source}: tensor {b} {tuple(y.shape)} does not fit {a} {tuple(x.shape)}")
         state = dict(zip(own, state.values(), strict=True))
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [k for k in missing if not k.endswith("num_batches_tracked")]
-    if missing or unexpected:
-        raise ValueError(
-            f"{source} does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}"
-        )
+    fill(model, state, source, "the model")
 
 
 def efficientnet_lite0(weights: str | Path, device: str | torch.device | None = None) -> TimmExtractor:

@@ -13,6 +13,7 @@ from visacc.metrics.extractors.base import (
     Extractor,
     channels,
     download_failed,
+    fill,
     load_state,
     parameter_digest,
     pick_device,
@@ -35,7 +36,7 @@ class VGG16(Extractor):
                 raise download_failed("torchvision's VGG16 weights", "weights=PATH", error) from error
         else:
             net = models.vgg16(weights=None)
-            net.load_state_dict(load_state(weights))
+            fill(net, load_state(weights), weights, "torchvision's VGG16")
         self.model = net.requires_grad_(False).eval().to(self.device)
         self.mean, self.std = channels(IMAGENET_MEAN, self.device), channels(IMAGENET_STD, self.device)
         self.name, self.preprocess, self.weights = "vgg16-fc2", "pil-bilinear-224", parameter_digest(net)

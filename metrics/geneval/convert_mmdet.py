@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from visacc.metrics.geneval.logic import CLASSES
+from visacc.weights import check_state, naming
 
 CHECKPOINT = "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco_20220504_001756-743b7d99.pth"
 URL = (
@@ -174,10 +175,11 @@ def build(state: Mapping[str, Tensor], **sizes: Any) -> Any:
             f"the converter writes transformers 5 parameter names, found {transformers.__version__}"
         )
     model = transformers.Mask2FormerForUniversalSegmentation(config(**sizes))
-    missing, unexpected = model.load_state_dict(convert(state), strict=False)
-    missing = [k for k in missing if not _UNUSED.match(k)]
-    if missing or unexpected:
-        raise ValueError(f"checkpoint does not fit: missing {missing[:4]}, unexpected {list(unexpected)[:4]}")
+    with naming("the detector's checkpoint"):
+        converted = convert(state)
+    unused = [name for name in model.state_dict() if _UNUSED.match(name)]
+    check_state("the checkpoint", model, converted, "GenEval's detector", optional=unused)
+    model.load_state_dict(converted, strict=False)
     return model.eval()
 
 

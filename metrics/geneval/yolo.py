@@ -62,7 +62,9 @@ def load_darknet(path: str | Path) -> Network:
     """Read a Darknet file: 20-byte header, then float32 bias, BN weight, mean, variance (or bias alone),
     kernel.
     """
-    data = np.fromfile(path, dtype=np.float32, offset=20)
+    if not Path(path).is_file():
+        raise ValueError(f"no weights file {path}")
+    data = np.fromfile(path, dtype=np.float32, offset=min(20, Path(path).stat().st_size))
     net, at = Network(), 0
 
     def take(target: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visacc.models.cosmos.positions import Yarn
 from visacc.models.cosmos.transformer import Cosmos, CosmosConfig
+from visacc.weights import blank, naming, read_weights, tensors_in
 
 _YARN = Yarn(original=(3, 40, 64))
 #: (width, layers, has text) -> name and hyper-parameters
@@ -28,14 +29,11 @@ def read_container(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if path.is_dir():
         path = path / "model.pt"
-    if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist")
-    data: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    state = data["model"] if isinstance(data, dict) and "model" in data else data
+    content, _ = read_weights(path, mapped=True)
     found = {
         key.removeprefix("model."): value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and not key.endswith("_extra_state")
+        for key, value in tensors_in(path, content, ("model",)).items()
+        if not key.endswith("_extra_state")
     }
     if "tok_embeddings.weight" not in found or "layers.0.attention.wq.weight" not in found:
         raise ValueError(
@@ -71,8 +69,9 @@ def load_cosmos(
 ) -> Cosmos:
     """Model of a published file, in evaluation mode; ``shape`` as for :func:`config_of`. Strict."""
     state = read_container(path)
-    with torch.device("meta"):
-        model = Cosmos(config_of(state, **shape))
+    with naming(path):
+        config = config_of(state, **shape)
+    model = blank(path, lambda: Cosmos(config), state, "the Cosmos model its first tensors describe")
     moved = {key: value.to(device=device, dtype=dtype) for key, value in state.items()}
     model.load_state_dict(moved, assign=True)
     return model.eval()

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from visacc.models.cosmos.haar import patch, unpatch
 from visacc.models.nbp.fsq import FSQ, LEVELS
+from visacc.weights import check_state, read_weights, tensors_in
 
 
 @dataclass
@@ -322,19 +322,20 @@ def load_tokenizer(
         for name in ("encoder.jit", "decoder.jit"):
             if not (path / name).is_file():
                 raise ValueError(f"{path} does not hold {name} of the Cosmos tokenizer")
-            state.update(torch.jit.load(str(path / name), map_location="cpu").state_dict())
-    elif path.is_file():
-        data: Any = torch.load(path, map_location="cpu", weights_only=True)
-        state = data.get("state_dict", data)
+            try:
+                state.update(torch.jit.load(str(path / name), map_location="cpu").state_dict())
+            except RuntimeError as error:
+                raise ValueError(f"{path / name} is truncated or no TorchScript file") from error
     else:
-        raise ValueError(f"tokenizer {path} does not exist")
+        state = tensors_in(path, read_weights(path)[0], ("state_dict",))
     model = CosmosTokenizer(config)
     wanted = model.state_dict()
-    found = {key: value.to(dtype) for key, value in state.items() if key in wanted}
+    found = {key: value for key, value in state.items() if key in wanted}
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise ValueError(
             f"{path} lacks {len(missing)} tensors of the Cosmos DV tokenizer, first {missing[0]}"
         )
+    check_state(path, model, found, "the Cosmos DV tokenizer")
     model.load_state_dict(found)
     return model.to(dtype).eval()

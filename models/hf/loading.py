@@ -197,7 +197,7 @@ def _load_vq(
             " vq=False"
             " loads the model for codes only"
         )
-    return TamingDecoder.from_tensors(tensors)
+    return TamingDecoder.from_tensors(tensors, str(vq or name))
 
 
 def _hub_folder(kind: str, name: str, revision: str | None) -> Path | None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from visacc.weights import blank, naming, read_weights, tensors_in
 
 FILE = "vqgan_decoder.safetensors"
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -174,10 +175,16 @@ class TamingDecoder(nn.Module):
         return self.decoder(self.post_quant_conv(z))
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> TamingDecoder:
-        """Build from a state dict under the original names, in float32, frozen, in eval mode."""
-        with torch.device("meta"):
-            model = cls(infer_config(tensors))
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], source: str | Path = "the VQ decoder"
+    ) -> TamingDecoder:
+        """Build from a state dict under the original names, in float32, frozen, in eval mode.
+
+        ``source`` names the file in errors.
+        """
+        with naming(source):
+            config = infer_config(tensors)
+        model = blank(source, lambda: cls(config), tensors, "the decoder its first layers describe")
         model.load_state_dict({k: v.float() for k, v in tensors.items()}, assign=True)
         return model.requires_grad_(False).eval()
 
@@ -188,7 +195,7 @@ class TamingDecoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **_: Any) -> TamingDecoder:
-        return cls.from_tensors(read_decoder(Path(folder) / FILE))
+        return cls.from_tensors(read_decoder(Path(folder) / FILE), Path(folder) / FILE)
 
 
 def _strip(names: Mapping[str, Any]) -> dict[str, str]:
@@ -209,18 +216,11 @@ def read_decoder(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: not a file of tensors.
     """
-    if path.suffix == ".safetensors":
-        with safe_open(str(path), "pt") as file:
-            wanted = _strip(dict.fromkeys(file.keys()))
-            return {short: file.get_tensor(long) for short, long in wanted.items()}
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read as a file of tensors; save its decoder tensors as {FILE} and try again"
-        ) from error
-    state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
-    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        content, _ = read_weights(path, mapped=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; save its decoder tensors as {FILE} and try again") from error
+    tensors = tensors_in(path, content, ("state_dict",))
     return {short: tensors[long] for short, long in _strip(tensors).items()}
 
 

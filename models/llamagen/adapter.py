@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
 from visacc.models.llamagen.released import RELEASED, TEXT_ENCODER, fetch, released_file
 from visacc.models.llamagen.text import TextConditioner
 from visacc.models.llamagen.vq import VQModel
+from visacc.weights import read_object
 
 GPT_FILE, VQ_FILE, TEXT_FOLDER, SETTINGS_FILE = "gpt.safetensors", "vq.safetensors", "text", "model.json"
 
@@ -263,12 +263,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object with name, defaults and clean_caption")
+    content = read_object(path)
+    if not isinstance(content.get("defaults", {}), dict):
+        raise ValueError(f"'defaults' in {path} must be an object of sampling settings")
     return content
 
 

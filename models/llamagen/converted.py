@@ -5,17 +5,16 @@ The conversion only renames and splits tensors (rotary pairs stay interleaved), 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from visacc.models.llamagen.config import GPTConfig
 from visacc.models.llamagen.gpt import GPT
+from visacc.weights import blank, naming, read_object, read_weights
 
 _OUTER = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -86,10 +85,11 @@ def load_converted(
     for file in ("config.json", "model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"{folder} has no {file}: not a converted LlamaGen model")
-    state = native_state(load_file(folder / "model.safetensors"))
-    config = native_config(json.loads((folder / "config.json").read_text()), state)
-    with torch.device("meta"):
-        gpt = GPT(config)
+    raw, (content, _) = read_object(folder / "config.json"), read_weights(folder / "model.safetensors")
+    with naming(folder):
+        state = native_state(content)
+        config = native_config(raw, state)
+    gpt = blank(folder, lambda: GPT(config), state, "its config.json")
     state = {k: v.to(device=device, dtype=dtype) for k, v in state.items()}
     gpt.load_state_dict(state, strict=True, assign=True)
     return gpt.eval().requires_grad_(False)

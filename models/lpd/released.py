@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.lpd.model import LPD, LPDConfig
+from visacc.weights import load_checked, naming, read_weights, tensors_in
 
 #: name -> (width, layers, heads)
 SIZES = {"l": (1024, 24, 16), "xl": (1280, 36, 20), "xxl": (1536, 48, 24)}
@@ -42,19 +41,8 @@ PRESETS = {
 
 def read_container(path: str | Path) -> dict[str, Tensor]:
     """State dict of a published file: ``{'model': ...}`` or bare. Training snapshots carry an argparse.Namespace."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        data: Any = torch.load(path, map_location="cpu", weights_only=True)
-    state = data["model"] if isinstance(data, dict) and "model" in data else data
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError(f"{path} holds no state dict (expected a dict of tensors, or one under 'model')")
-    return state
+    content, _ = read_weights(path, allow_training_state=True)
+    return tensors_in(path, content, ("model",))
 
 
 def config_of(state: dict[str, Tensor], heads: int | None = None) -> LPDConfig:
@@ -86,9 +74,13 @@ def config_of(state: dict[str, Tensor], heads: int | None = None) -> LPDConfig:
 def load_lpd(path: str | Path, *, heads: int | None = None, dtype: torch.dtype = torch.float32) -> LPD:
     """Model of a published (or own) file, in evaluation mode. Strict: every tensor must match."""
     state = read_container(path)
-    model = LPD(config_of(state, heads))
-    model.load_state_dict(state)
-    return model.to(dtype).eval()
+    with naming(path):
+        config = config_of(state, heads)
+    return (
+        load_checked(path, lambda: LPD(config), state, "the LPD model its first tensors describe")
+        .to(dtype)
+        .eval()
+    )
 
 
 def load_vq(path: str | Path, config: VQConfig | None = None) -> VQModel:
@@ -102,9 +94,7 @@ def load_vq(path: str | Path, config: VQConfig | None = None) -> VQModel:
         raise ValueError(
             f"{path} holds {got}, but this LPD model was trained on one of {shape}: another tokenizer"
         )
-    model = VQModel(config)
-    model.load_state_dict(state)
-    return model.eval()
+    return load_checked(path, lambda: VQModel(config), state, "LPD's VQ tokenizer").eval()
 
 
 def resize_positions(table: Tensor, grid: int) -> Tensor:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.models.nbp.fsq import FSQ, LEVELS
+from visacc.weights import load_checked, read_weights, tensors_in
 
 
 @dataclass
@@ -215,13 +215,9 @@ class Magvit2(nn.Module):
 
 def load_magvit2(path: str | Path, config: Magvit2Config | None = None) -> Magvit2:
     """A published tokenizer (``{'model_state_dict': {'module.<key>': ...}}``) in float32, evaluation mode."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"tokenizer {path} does not exist")
-    data: Any = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(data, dict) or "model_state_dict" not in data:
+    content, _ = read_weights(path)
+    if "model_state_dict" not in content:
         raise ValueError(f"{path} is no NBP tokenizer: 'model_state_dict' is missing")
-    state = {key.removeprefix("module."): value.float() for key, value in data["model_state_dict"].items()}
-    model = Magvit2(config)
-    model.load_state_dict(state)
-    return model.eval()
+    found = tensors_in(path, content, ("model_state_dict",))
+    state = {key.removeprefix("module."): value for key, value in found.items()}
+    return load_checked(path, lambda: Magvit2(config), state, "the NBP tokenizer").eval()

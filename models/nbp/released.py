@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from visacc.models.nbp.gpt import NBP, PAD, NBPConfig
+from visacc.weights import load_checked, naming, read_weights, tensors_in
 
 VIDEO_VOCAB, TEXT_VOCAB, TEXT_TOKENS = 64000, 32000, 8
 #: file -> heads (the only thing its tensors do not tell)
@@ -26,18 +27,9 @@ _HEADS_BY_WIDTH = {1536: 16, 2048: 32, 3072: 32}
 
 def read_container(path: str | Path) -> dict[str, Tensor]:
     """Transformer tensors of a Lightning checkpoint, without prefixes, masks and a frozen tokenizer."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        data: Any = load_file(path)
-    else:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    state = data.get("state_dict", data) if isinstance(data, dict) else {}
+    content, _ = read_weights(path)
     found = {}
-    for key, value in state.items():
+    for key, value in tensors_in(path, content, ("state_dict",)).items():
         key = key.removeprefix("module.")
         if key.startswith("transformer.") and "mask" not in key:
             found[key.removeprefix("transformer.")] = value
@@ -94,11 +86,15 @@ def load_nbp(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: A
     """Model of a published file, in evaluation mode; ``shape`` as for :func:`config_of`."""
     state = read_container(path)
     shape.setdefault("heads", HEADS.get(Path(path).name))
-    model = NBP(config_of(state, **shape))
-    if "uncond_embedding" not in state or not model.config.hybrid:
-        state["uncond_embedding"] = model.uncond_embedding
-    model.load_state_dict(state)
-    return model.to(dtype).eval()
+    with naming(path):
+        config = config_of(state, **shape)
+    if "uncond_embedding" not in state or not config.hybrid:
+        state["uncond_embedding"] = torch.zeros(config.cond_tokens, config.dim)
+    return (
+        load_checked(path, lambda: NBP(config), state, "the NBP model its first tensors describe")
+        .to(dtype)
+        .eval()
+    )
 
 
 def ucf_text(name: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visacc.weights import read_weights
+
 
 def save_atomic(state: dict[str, Any], path: Path) -> None:
     """torch.save through a temporary file, so that an interrupted run never leaves half a checkpoint."""
@@ -23,7 +25,7 @@ def save_atomic(state: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
     """The checkpoint at `path`, or None if there is none yet."""
-    return torch.load(path, weights_only=True) if path.exists() else None
+    return read_weights(path)[0] if path.exists() else None
 
 
 class JsonLog:

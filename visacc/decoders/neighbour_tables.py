@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.models.base import ImageModel, Layout
 from visacc.pictures import write_atomic
+from visacc.weights import naming, read_weights
 
 Offset = tuple[int, int, int]
 
@@ -133,18 +133,15 @@ class NeighbourTables:
     @classmethod
     def load(cls, path: str | Path) -> NeighbourTables:
         """Read what :meth:`save` wrote. Raises ``ValueError`` naming the file for anything else."""
-        try:
-            with safe_open(str(path), "pt") as file:
-                meta = file.metadata() or {}
-                if meta.get("format") != "visacc-neighbours-1":
-                    raise ValueError(f"{path} holds no neighbour tables (write them with 'visacc calibrate')")
-                left, right, base = (file.get_tensor(n).float() for n in ("left", "right", "base"))
-                offsets = tuple(tuple(o) for o in json.loads(meta["offsets"]))
-        except FileNotFoundError:
-            raise ValueError(f"neighbour tables {path} do not exist") from None
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a file of neighbour tables: {error}") from None
-        return cls(offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]))
+        if not Path(path).is_file():
+            raise ValueError(f"neighbour tables {path} do not exist")
+        tensors, meta = read_weights(Path(path), safetensors=True)
+        if meta.get("format") != "visacc-neighbours-1":
+            raise ValueError(f"{path} holds no neighbour tables (write them with 'visacc calibrate')")
+        with naming(path):
+            left, right, base = (tensors[n].float() for n in ("left", "right", "base"))
+            offsets = tuple(tuple(map(int, o)) for o in json.loads(meta["offsets"]))
+            return cls(offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]))
 
 
 def neighbour_slots(layout: Layout, offsets: tuple[Offset, ...]) -> Tensor:

@@ -7,18 +7,17 @@ drafters for LlamaGen, Anole and Lumina-mGPT and EAGLE-1/2 drafters are told apa
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.drafters.config import DrafterConfig
 from visacc.drafters.network import EagleNetwork
+from visacc.weights import blank, naming, read_object, read_weights, tensors_in
 
 OURS = "visacc_image_drafter"
 _GRIDS = {"t2i": (120, 16), "t2i2": (120, 32), "c2i": (1, 24)}
@@ -39,18 +38,18 @@ def load_drafter(source: str | Path, *, embedding: Tensor | None = None) -> Eagl
     if not folder.is_dir():
         raise ValueError(f"drafter folder {str(source)!r} does not exist")
     raw, tensors = _read(folder)
-    if OURS in raw:
-        config = DrafterConfig.from_dict(raw[OURS])
-    else:
-        config = released_config(raw, tensors, folder)
+    with naming(folder):
+        if OURS in raw:
+            config = DrafterConfig.from_dict(raw[OURS])
+        else:
+            config = released_config(raw, tensors, folder)
     if _EMBEDDING not in tensors:
         if embedding is None:
             raise ValueError(f"{folder} has no {_EMBEDDING}; pass the target's input embedding")
         tensors[_EMBEDDING] = embedding
     tensors = {name: value.float() for name, value in tensors.items() if not name.endswith("inv_freq")}
-    with torch.device("meta"):
-        network = EagleNetwork(config)
-    _check(folder, network, tensors)
+    what = f"its configuration ({config.family} drafter)"
+    network = blank(folder, lambda: EagleNetwork(config), tensors, what)
     network.load_state_dict(tensors, strict=True, assign=True)
     return network.eval().requires_grad_(False)
 
@@ -59,18 +58,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; copy the drafter's configuration beside its weights")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    binary, safe = folder / "pytorch_model.bin", folder / "model.safetensors"
-    try:
-        if binary.is_file():
-            return raw, dict(torch.load(binary, map_location="cpu", weights_only=True))
-        if safe.is_file():
-            return raw, load_file(safe)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{folder}: the weights cannot be read ({error})") from error
+    raw = read_object(path)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        if (folder / name).is_file():
+            return raw, tensors_in(folder / name, read_weights(folder / name)[0])
     raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
 
 
@@ -112,20 +103,6 @@ def released_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], folde
     return DrafterConfig(
         **values | {"family": "llamagen", "prefix": prefix, "grid": grid, "kv_heads": heads, "tree": tree}
     )
-
-
-def _check(folder: Path, network: EagleNetwork, tensors: Mapping[str, Tensor]) -> None:
-    expected = network.state_dict()
-    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        if expected[name].shape != tensors[name].shape:
-            problems.append(f"{name} is {list(tensors[name].shape)}, not {list(expected[name].shape)}")
-    if problems:
-        shown = "; ".join(problems[:6]) + ("; ..." if len(problems) > 6 else "")
-        raise ValueError(
-            f"{folder} does not fit its configuration ({network.config.family} drafter): {shown}"
-        )
 
 
 def save_drafter(network: EagleNetwork, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:

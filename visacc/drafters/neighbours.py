@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from visacc.weights import read_weights
 
 K_MAX = 1024
 METRICS = ("given", "normalised")
@@ -75,7 +76,7 @@ def cached_table(codebook: Tensor, k: int, metric: str = "given") -> NeighbourTa
         raise ValueError(f"k={k} neighbours need more than {k} codes, the codebook has {codebook.shape[0]}")
     digest = codebook_hash(codebook)
     path = cache_folder() / f"{digest[:16]}-{metric}.safetensors"
-    table = _read(path, digest, want)
+    table = _read(path, digest, codebook.shape[0], want)
     if table is None:
         table = nearest_codes(codebook, want, metric)
         _write(path, digest, table)
@@ -83,17 +84,27 @@ def cached_table(codebook: Tensor, k: int, metric: str = "given") -> NeighbourTa
     return NeighbourTable(table.neighbours.to(device), table.distances.to(device))
 
 
-def _read(path: Path, digest: str, want: int) -> NeighbourTable | None:
+def _read(path: Path, digest: str, codes: int, want: int) -> NeighbourTable | None:
     if not path.is_file():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("codebook") != digest:
-                return None
-            table = NeighbourTable(file.get_tensor("neighbours"), file.get_tensor("distances"))
-    except (SafetensorError, OSError):  # an interrupted write: compute it again
+        tensors, metadata = read_weights(path)
+        table = NeighbourTable(tensors["neighbours"], tensors["distances"])
+        if metadata.get("codebook") != digest or not _sound(table, codes, want):
+            return None
+    except (ValueError, KeyError):  # an interrupted write: compute it again
         return None
-    return table if table.neighbours.shape[1] >= want else None
+    return table
+
+
+def _sound(table: NeighbourTable, codes: int, want: int) -> bool:
+    """Whether a table from the cache is one of ``codes`` rows with at least ``want`` valid neighbours each."""
+    ids, distances = table.neighbours, table.distances
+    if ids.dtype != torch.int32 or distances.dtype != torch.float32 or ids.shape != distances.shape:
+        return False
+    if ids.ndim != 2 or ids.shape[0] != codes or ids.shape[1] < want:
+        return False
+    return 0 <= int(ids.min()) <= int(ids.max()) < codes
 
 
 def _write(path: Path, digest: str, table: NeighbourTable) -> None:
@@ -110,7 +121,12 @@ def _write(path: Path, digest: str, table: NeighbourTable) -> None:
 
 def read_released(path: str | Path, k: int = K_MAX) -> Tensor:
     """First k columns int32 of a released ``top_<n-1>_indices.npy`` (uint16, own code excluded)."""
-    table = np.load(path, mmap_mode="r")
+    try:
+        table = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: truncated or not an .npy table ({error})") from error
     if table.ndim != 2 or table.dtype.kind not in "ui" or table.shape[1] != table.shape[0] - 1:
         raise ValueError(f"{path} must be an integer table [n, n - 1], got {table.dtype} {table.shape}")
+    if table.size and not 0 <= int(table.min()) <= int(table.max()) < len(table):
+        raise ValueError(f"{path} names codes outside 0..{len(table) - 1}")
     return torch.from_numpy(np.ascontiguousarray(table[:, :k]).astype(np.int32))

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
+from visacc.weights import check_state, meta_module, naming, read_object, read_weights, tensors_in
 
 OURS = "visacc_drafter"
 FORMAT_VERSION = 1
@@ -53,6 +54,11 @@ def official_names(drafter: Drafter) -> dict[str, str]:
 
 def load_tensors(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
     """Fill a drafter from official tensors; every parameter must be there and nothing unknown may be left."""
+    drafter.load_state_dict(_matched(drafter, tensors))
+
+
+def _matched(drafter: Drafter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a drafter from official tensors."""
     ours = {name: key for key, name in official_names(drafter).items()}
     state: dict[str, Tensor] = {}
     left = []
@@ -78,7 +84,7 @@ def load_tensors(drafter: Drafter, tensors: Mapping[str, Tensor]) -> None:
             f"not a {drafter.config.method} drafter of this shape: missing {missing or 'nothing'},"
             f" unknown {left or 'nothing'}"
         )
-    drafter.load_state_dict(state)
+    return state
 
 
 def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -86,11 +92,10 @@ def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config_file = folder / "config.json"
     if not config_file.exists():
         raise ValueError(f"{folder} has no config.json; expected a drafter folder")
-    config = json.loads(config_file.read_text())
-    if (folder / "model.safetensors").exists():
-        return config, load_file(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").exists():
-        return config, torch.load(folder / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    config = read_object(config_file)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).exists():
+            return config, tensors_in(folder / name, read_weights(folder / name)[0])
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
@@ -207,18 +212,32 @@ def load_drafter(source: str | Path, method: str | None = None, **overrides: Any
     if not folder.is_dir():
         raise ValueError(f"drafter folder {str(source)!r} does not exist")
     raw, tensors = read_files(folder)
+    with naming(folder):
+        config, tensors = _interpret(folder, raw, tensors, method, overrides)
+        # before anything of the sizes that the configuration claims is allocated
+        shell = meta_module(lambda: Drafter(config), tensors)
+        check_state(folder, shell, _matched(shell, tensors), f"its configuration ({config.method} drafter)")
+    drafter = Drafter(config)
+    load_tensors(drafter, tensors)
+    return drafter.eval()
+
+
+def _interpret(
+    folder: Path,
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    method: str | None,
+    overrides: dict[str, Any],
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Configuration of a drafter folder, and its tensors under the names that go with it."""
     if OURS in raw:
         config = DrafterConfig.from_dict(raw[OURS])
         if method not in (None, config.method):
             raise ValueError(f"{folder} holds a {config.method} drafter, not {method}")
-        config = replace(config, **overrides)
-    else:
-        if raw.get("speculators_model_type") == "eagle3":
-            tensors = {n.replace("layers.0.", "midlayer."): v for n, v in tensors.items()}
-        config = infer_config(raw, tensors, method, **overrides)
-    drafter = Drafter(config)
-    load_tensors(drafter, tensors)
-    return drafter.eval()
+        return replace(config, **overrides), tensors
+    if raw.get("speculators_model_type") == "eagle3":
+        tensors = {n.replace("layers.0.", "midlayer."): v for n, v in tensors.items()}
+    return infer_config(raw, tensors, method, **overrides), tensors
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visacc.models.vlm.families import placeholder_ids
@@ -19,6 +19,7 @@ from visacc.speculate.loop import generate
 from visacc.speculate.losses import DraftBatch, attention_entropy, candidate_layers, entropy_choice
 from visacc.speculate.params import TextParams
 from visacc.speculate.views import PromptView, TargetFeatures
+from visacc.weights import read_object, read_weights
 
 FORMAT = 1
 
@@ -187,7 +188,9 @@ class OfflineStore:
         header = self.folder / "header.json"
         if not header.exists():
             raise ValueError(f"{folder} has no header.json; OnlineHarvester.dump writes such folders")
-        self.header = json.loads(header.read_text())
+        self.header = read_object(header)
+        if not {"target", "taps", "samples"} <= self.header.keys():
+            raise ValueError(f"{header} is no header of stored features: it lacks target, taps or samples")
         if self.header["target"] != target.describe():
             raise ValueError(
                 f"the stored features are of {self.header['target']}, not of {target.describe()}"
@@ -203,7 +206,7 @@ class OfflineStore:
 
     def batch(self, numbers: Iterable[int]) -> DraftBatch:
         """Samples by number as one left-padded batch."""
-        parts = [load_file(self.folder / f"sample-{i:06d}.safetensors") for i in numbers]
+        parts = [read_weights(self.folder / f"sample-{i:06d}.safetensors")[0] for i in numbers]
         width = max(len(p["token_ids"]) for p in parts)
 
         def stack(name: str, fill: float = 0) -> Tensor:

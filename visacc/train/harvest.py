@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from visacc.engine import decode
 from visacc.models.base import Conditioning, ImageModel, Proposal
 from visacc.sampling import SamplingParams
 from visacc.train.loss import DraftBatch
+from visacc.weights import read_weights
 
 
 @torch.no_grad()
@@ -144,9 +144,9 @@ class Harvest:
             f"{self.model.fingerprint()} {self.sampling} {self.seed} {index} {self.pool} {hash_text(prompts)}"
         )
         if path is not None and path.is_file():
-            with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("key") == key:
-                    return prompts, file.get_tensor("codes").to(self.model.device)
+            tensors, metadata = read_weights(path)
+            if metadata.get("key") == key:
+                return prompts, tensors["codes"].to(self.model.device)
         _, codes = self.sample(first, self.pool)
         if path is not None:
             temporary = path.with_suffix(".tmp")
