@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import signal
 import sys
+import threading
 from typing import Any
 
 import click
@@ -121,9 +124,10 @@ _mount()
 def main(args: list[str] | None = None) -> None:
     """Console entry point. Bad input ends in one clear line and exit code 2."""
     command: Any = typer.main.get_command(app)
+    before = _on_termination()
     try:
         code = command(args, prog_name="visacc", standalone_mode=False)
-        _leave()
+        _leave(code)
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.exceptions.Abort:
@@ -133,18 +137,46 @@ def main(args: list[str] | None = None) -> None:
         code = 2
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+    except Terminated:
+        _fail("terminated", 128 + signal.SIGTERM)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         if os.environ.get("VISACC_DEBUG"):
             raise
         _fail(" ".join(str(error).split()) or type(error).__name__, 2)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _leave() -> None:
-    if os.environ.get("WORLD_SIZE", "1") != "1" and "torch" in sys.modules:
-        from visacc.eval.world import leave
+class Terminated(BaseException):
+    """SIGTERM has come: unwind, so that half-written files are removed."""
 
-        leave(together=True)
+
+def _on_termination() -> Any:
+    """Make SIGTERM an exception; returns the earlier handler, ``None`` where it stays in place."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or threading.current_thread() is not threading.main_thread():
+        return None  # of several processes none may outlive the others, waiting for them
+
+    def stop(_number: int, _frame: Any) -> None:
+        raise Terminated
+
+    return signal.signal(signal.SIGTERM, stop)
+
+
+def _leave(code: Any) -> None:
+    """End one of several processes that worked together."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "torch" not in sys.modules:
+        return
+    from visacc.eval.world import leave
+
+    if leave(together=True):
+        # gloo's threads may still hold Python objects, and one that drops them while the interpreter is being torn
+        # down aborts the process (pytorch/pytorch pull request 179291), so the interpreter is not torn down
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> None:

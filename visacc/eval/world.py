@@ -73,9 +73,8 @@ class World:
         return broadcast_object_list([value])[0]
 
 
-def leave(*, together: bool = False) -> None:
-    """Close this process's connections to the others, if there are any; without this an interpreter that ends while
-    another rank is already gone can abort.
+def leave(*, together: bool = False) -> bool:
+    """Close this process's connections to the others; ``False`` if it has none.
 
     Args:
         together: wait for the other ranks first. Only after success: a rank that failed is never here, and then it is
@@ -84,10 +83,11 @@ def leave(*, together: bool = False) -> None:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
-        return
+        return False
     if together:
         distributed.barrier()
     distributed.destroy_process_group()
+    return True
 
 
 def join(device: str | None = None) -> World:
