@@ -1,6 +1,6 @@
 """Train the embedded captioner on the shapes world: ``python scripts/train_captioner.py WORKDIR``.
 
-Renders 7500 scenes, trains for 2400 steps of 48 pictures (about six minutes on a free CPU core) and writes
+Renders 24,000 scenes, trains for 6000 steps of 48 pictures (about fifteen minutes on a free CPU core) and writes
 ``WORKDIR/captioner``; copy that folder to ``models/vlm/assets/captioner`` to ship it. Interrupted runs
 resume.
 """

@@ -27,9 +27,9 @@ from visacc.models.vlm.train_data import Rendered, render_chunks
 class CaptionerTraining:
     """Options of a run; the defaults made the shipped weights."""
 
-    steps: int = 2400
+    steps: int = 6000
     batch: int = 48
-    samples: int = 7500
+    samples: int = 24_000
     lr: float = 3e-3
     weight_decay: float = 0.05
     patch_weight: float = 1.0
