@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer
 
@@ -213,9 +214,8 @@ def check_visacc(command: Command, arguments: list[str]) -> None:
     """Parse the arguments with the command line's own parser, without running anything."""
     current, name, rest = typer.main.get_command(app), "visacc", list(arguments)
     while hasattr(current, "commands") and rest and not rest[0].startswith("-"):
-        name = rest.pop(0)
-        assert name in current.commands, f"{command.where}: visacc has no command {name!r}"
-        current = current.commands[name]
+        assert rest[0] in current.commands, f"{command.where}: visacc has no command {rest[0]!r}"
+        name, current, rest = current.resolve_command(click.Context(current), rest)
     if hasattr(current, "commands") and not rest:
         return
     if rest and rest[0] in ("--help", "--version"):

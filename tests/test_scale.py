@@ -122,16 +122,6 @@ def test_commands_that_run_alone_say_so(
         assert "runs as one process, but the launcher started 2" in capsys.readouterr().err
 
 
-def test_sharding_of_drafters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    from visacc.train.processes import make_accelerator
-
-    kinds = accelerate.utils.DistributedType
-    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: kinds.FSDP))
-    with pytest.raises(RuntimeError, match="configured for FSDP, but drafters are small"):
-        make_accelerator(torch.device("cpu"))
-
-
 @pytest.mark.slow
 def test_generate_by_two_processes(tmp_path: Path, model: Path) -> None:
     """The command as users start it, seed drawn by the main process."""

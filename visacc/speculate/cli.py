@@ -129,10 +129,16 @@ def train_drafter_command(
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer.")] = 256,
     held_out: Annotated[int, typer.Option(help="Last samples, kept for measuring the accepted length.")] = 8,
     check_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of features, written once, then read in place of the target.")
+    ] = None,
+    shard: Annotated[
+        bool, typer.Option(help="Several processes: spread the drafter over them (FSDP2).")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16 (target).")] = None,
 ) -> None:
-    """Train (or resume) a drafter on features harvested online.
+    """Train (or resume) a drafter of a vision-language model, on features harvested online by default.
 
     Several processes: accelerate launch --num_processes 4 -m visacc train vlm-drafter ..., or torchrun. Every process
     harvests its own batches; gradients are averaged.
@@ -151,6 +157,8 @@ def train_drafter_command(
         max_new_tokens=max_new_tokens,
         held_out=held_out,
         check_every=check_every,
+        store=store,
+        shard=shard,
         device=device,
         dtype=_dtype(dtype),
     )

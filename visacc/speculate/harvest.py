@@ -137,12 +137,15 @@ class OnlineHarvester:
                 handle.remove()
 
     def dump(self, batches: Iterable[Answered | Mapping[str, Any]], folder: str | Path) -> int:
-        """Write one safetensors file per sample and a header; returns how many samples were written."""
+        """Harvest, then write one safetensors file per sample and a header; returns how many samples were written."""
+        return self.write(map(self, batches), folder)
+
+    def write(self, batches: Iterable[DraftBatch], folder: str | Path) -> int:
+        """Write features that this harvester made; see :meth:`dump`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         count = 0
-        for batch in batches:
-            done = self(batch)
+        for done in batches:
             for b in range(done.view.batch):
                 save_file(_sample(done, b), folder / f"sample-{count:06d}.safetensors")
                 count += 1

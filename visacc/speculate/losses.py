@@ -148,12 +148,17 @@ class DraftLoss(nn.Module):
     Args:
         drafter: bound to its target. spec: which terms.
         head: post-norm features [..., D] -> logits (the target's, frozen).
+
+    Attributes:
+        touch_all: give every parameter a gradient, zero where a batch does not use it. Shards need it: all processes must
+            exchange the same gradients, and one of them may have a batch without pictures.
     """
 
     def __init__(self, drafter: Drafter, spec: LossSpec, head: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.drafter, self.spec = drafter, spec
         self._head = head
+        self.touch_all = False
 
     def forward(self, batch: DraftBatch) -> dict[str, Tensor]:
         """Named weighted terms and their sum ``loss``; ``agreement`` is the share of equal arg-max tokens."""
@@ -169,6 +174,9 @@ class DraftLoss(nn.Module):
             if turn < self.spec.again:
                 feats = self._own(batch, feats, column, predict)
         total["loss"] = torch.stack([v for k, v in total.items() if k != "agreement"]).sum()
+        if self.touch_all:
+            used = [p.flatten()[0] for p in self.drafter.parameters()]
+            total["loss"] = total["loss"] + 0.0 * torch.stack(used).sum()
         return total
 
     def _noisy(self, batch: DraftBatch) -> TargetFeatures:

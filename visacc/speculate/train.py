@@ -21,7 +21,8 @@ from visacc.speculate.checkpoints import save_drafter
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.losses import PRESETS, DraftBatch, DraftLoss, LossSpec
-from visacc.train.processes import make_accelerator
+from visacc.train.processes import make_accelerator, offloads, shards
+from visacc.train.shards import like, load_optimizer, optimizer_state, shard, whole_state
 
 Batches = Callable[[int], DraftBatch]
 """Number of a batch -> the batch; the same number always gives the same batch, so that runs can be
@@ -37,6 +38,8 @@ class DrafterTraining:
         lr: the papers use 5e-5 (MSD, DREAM) and 3e-5 (FLASH) with 68 k samples for 20 to 40 epochs.
         autocast: compute in bfloat16.
         average: decay of the averaged weights that are saved; 0 saves the weights themselves.
+        shard: spread parameters, gradients and optimiser states over the processes (FSDP2); also on where accelerate is
+            configured for FSDP.
     """
 
     steps: int = 2000
@@ -50,6 +53,7 @@ class DrafterTraining:
     log_every: int = 50
     autocast: bool = True
     average: float = 0.0
+    shard: bool = False
 
 
 def default_config(method: str, target: VLMTarget, **overrides: Any) -> DrafterConfig:
@@ -123,7 +127,7 @@ def train_drafter(
 
     Raises:
         ValueError: the drafter does not fit the target.
-        RuntimeError: several processes without accelerate, or with its sharding.
+        RuntimeError: several processes without accelerate, or one that is to be sharded.
     """
     folder = Path(folder)
     torch.manual_seed(options.seed)
@@ -132,19 +136,28 @@ def train_drafter(
     drafter.train().float()
     for p in target.model.parameters():
         p.requires_grad_(False)
-    module: nn.Module = DraftLoss(drafter, spec or PRESETS[config.method], target.logits)
+    terms_of = DraftLoss(drafter, spec or PRESETS[config.method], target.logits)
+    module: nn.Module = terms_of
+    world, rank, backward, accelerator, sharded = 1, 0, torch.Tensor.backward, None, False
+    if several() or options.shard:
+        # batches without pictures leave what reads pictures unused
+        accelerator = make_accelerator(target.device, unused=config.method in ("vispec", "flash"))
+        world, rank, backward = accelerator.num_processes, accelerator.process_index, accelerator.backward
+        sharded = shards(accelerator, options.shard)
+    saved = load_checkpoint(folder / "state.pt")
+    if saved is not None:
+        drafter.load_state_dict(saved["drafter"])
+    if sharded:
+        terms_of.touch_all = True
+        shard(module, target.device, offload=offloads(accelerator))
     optimizer: Any = torch.optim.AdamW(
         drafter.parameters(), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
     )
-    world, rank, backward, accelerator = 1, 0, torch.Tensor.backward, None
-    if several():
-        # batches without pictures leave what reads pictures unused
-        accelerator = make_accelerator(target.device, unused=config.method in ("vispec", "flash"))
-        module, optimizer = accelerator.prepare(module, optimizer)
-        world, rank, backward = accelerator.num_processes, accelerator.process_index, accelerator.backward
-    log = JsonLog(folder / "train.jsonl") if rank == 0 else None
     average = Average(drafter, options.average) if options.average else None
-    start = _resume(folder / "state.pt", drafter, optimizer, average)
+    start = 0 if saved is None else _resume(saved, drafter, optimizer, average)
+    if accelerator is not None and not sharded:
+        module, optimizer = accelerator.prepare(module, optimizer)
+    log = JsonLog(folder / "train.jsonl") if rank == 0 else None
     begun = time.time()
     for step in range(start, options.steps):
         for group in optimizer.param_groups:
@@ -164,42 +177,44 @@ def train_drafter(
             log.write(
                 step=step + 1, **{k: float(v.detach()) for k, v in terms.items()}, steps_per_second=rate
             )
-        if rank == 0 and ((step + 1) % options.check_every == 0 or step + 1 == options.steps):
-            _save(folder, drafter, optimizer, average, step + 1)
-            if evaluate is not None and log is not None:
-                log.write(step=step + 1, **evaluate(_frozen(drafter, average)))
+        if (step + 1) % options.check_every == 0 or step + 1 == options.steps:
+            # every process helps to put shards together
+            state = _state(drafter, optimizer, average, step + 1)
+            if rank == 0:
+                finished = _frozen(drafter, state)
+                save_atomic(state, folder / "state.pt")
+                save_drafter(finished, folder / "drafter", dtype=torch.float16)
+                if evaluate is not None and log is not None:
+                    log.write(step=step + 1, **evaluate(finished))
     if accelerator is not None:
         accelerator.wait_for_everyone()  # the drafter is there when any process goes on
-    return _frozen(drafter, average)
+    return _frozen(drafter, _state(drafter, optimizer, average, options.steps))
 
 
-def _resume(path: Path, drafter: Drafter, optimizer: Any, average: Average | None) -> int:
-    saved = load_checkpoint(path)
-    if saved is None:
-        return 0
-    drafter.load_state_dict(saved["drafter"])
-    optimizer.load_state_dict(saved["optimizer"])
+def _resume(saved: dict[str, Any], drafter: Drafter, optimizer: Any, average: Average | None) -> int:
+    load_optimizer(optimizer, saved["optimizer"])
     if average is not None:
-        average.state = saved["average"]
+        now = drafter.state_dict()
+        average.state = {name: like(value, now[name]) for name, value in saved["average"].items()}
     return int(saved["step"])
 
 
-def _save(folder: Path, drafter: Drafter, optimizer: Any, average: Average | None, step: int) -> None:
+def _state(drafter: Drafter, optimizer: Any, average: Average | None, step: int) -> dict[str, Any]:
+    """What a run is resumed from; all processes of a sharded run must ask together."""
     state: dict[str, Any] = {
-        "drafter": drafter.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "drafter": whole_state(drafter.state_dict()),
+        "optimizer": optimizer_state(optimizer),
         "step": step,
     }
     if average is not None:
-        state["average"] = average.state
-    save_atomic(state, folder / "state.pt")
-    save_drafter(_frozen(drafter, average), folder / "drafter", dtype=torch.float16)
+        state["average"] = whole_state(average.state)
+    return state
 
 
-def _frozen(drafter: Drafter, average: Average | None) -> Drafter:
-    """A copy for evaluation with the averaged weights."""
+def _frozen(drafter: Drafter, state: dict[str, Any]) -> Drafter:
+    """A copy for evaluation with the (averaged) weights of a state."""
     copy = Drafter(replace(drafter.config))
-    copy.load_state_dict(drafter.state_dict() if average is None else average.state)
+    copy.load_state_dict(state.get("average", state["drafter"]))
     copy._embed, copy._target_head = drafter._embed, drafter._target_head
     return copy.eval()
 

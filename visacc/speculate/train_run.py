@@ -5,22 +5,25 @@ targets.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
+from visacc.eval.world import several
 from visacc.models.vlm.target import VLMTarget
 from visacc.speculate.drafter import Drafter
-from visacc.speculate.harvest import Answered, OnlineHarvester
-from visacc.speculate.losses import PRESETS, DraftBatch
+from visacc.speculate.harvest import Answered, OfflineStore, OnlineHarvester
+from visacc.speculate.losses import PRESETS, DraftBatch, candidate_layers
 from visacc.speculate.params import eos_ids
 from visacc.speculate.pipeline import CaptionPipeline
-from visacc.speculate.train import DrafterTraining, default_config, train_drafter
+from visacc.speculate.train import DrafterTraining, default_config, mixed, train_drafter
 from visacc.train.processes import own_device
 
+Features = Callable[[Sequence[int]], DraftBatch]
 METHODS = ("eagle", "msd", "dream", "flash", "vispec")
 
 
@@ -60,11 +63,19 @@ def train_from_files(
     max_new_tokens: int,
     held_out: int,
     check_every: int,
+    store: Path | None = None,
+    shard: bool = False,
     device: str | None = None,
     dtype: torch.dtype | None = None,
     config: dict[str, Any] | None = None,
 ) -> Drafter:
-    """Load, harvest online, train. ``config`` overrides fields of the drafter's configuration."""
+    """Load, harvest online, train.
+
+    Args:
+        store: folder for features; they are written there once and read back from then on (offline).
+        shard: see :class:`DrafterTraining`.
+        config: overrides fields of the drafter's configuration.
+    """
     if method not in METHODS:
         raise ValueError(f"training is available for {', '.join(METHODS)}, not for {method!r}")
     rows = read_rows(data)
@@ -78,6 +89,8 @@ def train_from_files(
     adapter = VLMTarget(pipeline.model)
     generation = pipeline.model.generation_config
     pad = eos_ids(generation.pad_token_id) or eos_ids(generation.eos_token_id)
+    if method == "dream" and len(candidate_layers(len(adapter.layers))) > 1:
+        pipeline.model.set_attn_implementation("eager")  # the layer is chosen by its attention maps
     harvester = OnlineHarvester(
         adapter,
         answers=answers,
@@ -87,7 +100,10 @@ def train_from_files(
         mid=method == "dream",
     )
     train_rows = rows[: len(rows) - held_out]
-    batches = _batches(pipeline, harvester, train_rows, batch_size, answers)
+    features = _harvested(pipeline, harvester, train_rows, answers)
+    if store is not None:
+        features = _stored(store, features, harvester, len(train_rows), batch_size)
+    batches = _batches(features, train_rows, batch_size, method, steps)
     test = rows[len(rows) - held_out :]
 
     def measure(drafter: Drafter) -> dict[str, Any]:
@@ -106,39 +122,78 @@ def train_from_files(
         default_config(method, adapter, **(config or {})),
         batches,
         out,
-        DrafterTraining(steps=steps, lr=lr, check_every=check_every),
+        DrafterTraining(steps=steps, lr=lr, check_every=check_every, shard=shard),
         spec=PRESETS[method],
         evaluate=measure if test else None,
     )
 
 
+def _harvested(
+    pipeline: CaptionPipeline, harvester: OnlineHarvester, rows: list[dict[str, Any]], answers: str
+) -> Features:
+    """Row numbers -> features, made on the spot."""
+
+    def features(numbers: Sequence[int]) -> DraftBatch:
+        return harvester(_prompts(pipeline, harvester, [rows[i] for i in numbers], answers))
+
+    return features
+
+
+def _prompts(
+    pipeline: CaptionPipeline, harvester: OnlineHarvester, rows: list[dict[str, Any]], answers: str
+) -> Any:
+    pictures: list[list[Image.Image]] = []
+    for row in rows:
+        if row.get("image"):
+            with Image.open(row["image"]) as image:
+                pictures.append([image.convert("RGB")])
+        else:
+            pictures.append([])
+    inputs = pipeline.inputs([row["prompt"] for row in rows], pictures)
+    if answers == "generated":
+        return inputs
+    tokenizer = pipeline.tokenizer
+    ends = list(harvester.params.eos[:1])
+    texts = [tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + ends for row in rows]
+    return Answered(inputs, texts)
+
+
+def _stored(folder: Path, features: Features, harvester: OnlineHarvester, count: int, size: int) -> Features:
+    """Row numbers -> features read from ``folder``, which is filled first if it is new."""
+    if not (folder / "header.json").exists():
+        if several():
+            raise ValueError(
+                f"{folder} holds no features yet: let one process write them (the same command with --steps 0,"
+                " without the launcher)"
+            )
+        parts = (list(range(first, min(first + size, count))) for first in range(0, count, size))
+        harvester.write(map(features, parts), folder)
+    store = OfflineStore(folder, harvester.target)
+    if len(store) != count:
+        raise ValueError(f"{folder} holds features of {len(store)} rows, {count} are to be trained on")
+    if harvester.layers and not store.header.get("mid_layers"):
+        raise ValueError(f"{folder} lacks the intermediate states that dream is trained on")
+    return store.batch
+
+
 def _batches(
-    pipeline: CaptionPipeline,
-    harvester: OnlineHarvester,
-    rows: list[dict[str, Any]],
-    size: int,
-    answers: str,
+    features: Features, rows: list[dict[str, Any]], size: int, method: str, steps: int
 ) -> Callable[[int], DraftBatch]:
-    """Batch number -> features; every round over the rows is shuffled anew, the same way on every machine."""
+    """Batch number -> features; MSD reads texts first and pictures later, where there are enough of both."""
+    text = [i for i, row in enumerate(rows) if not row.get("image")]
+    visual = [i for i, row in enumerate(rows) if row.get("image")]
+    if method == "msd" and min(len(text), len(visual)) >= size:
+        total = steps * int(os.environ.get("WORLD_SIZE", "1"))
+        return mixed(_shuffled(features, text, size), _shuffled(features, visual, size), total)
+    return _shuffled(features, list(range(len(rows))), size)
+
+
+def _shuffled(features: Features, rows: list[int], size: int) -> Callable[[int], DraftBatch]:
+    """Every round over the rows is shuffled anew, the same way on every machine."""
 
     def batch(number: int) -> DraftBatch:
-        per_round = len(rows) // size
-        turn, place = divmod(number, per_round)
+        turn, place = divmod(number, len(rows) // size)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(turn))
-        chosen = [rows[int(i)] for i in order[place * size : (place + 1) * size]]
-        pictures: list[list[Image.Image]] = []
-        for row in chosen:
-            if row.get("image"):
-                with Image.open(row["image"]) as image:
-                    pictures.append([image.convert("RGB")])
-            else:
-                pictures.append([])
-        inputs = pipeline.inputs([row["prompt"] for row in chosen], pictures)
-        if answers == "generated":
-            return harvester(inputs)
-        tokenizer = pipeline.tokenizer
-        ends = list(harvester.params.eos[:1])
-        texts = [tokenizer(row["answer"], add_special_tokens=False)["input_ids"] + ends for row in chosen]
-        return harvester(Answered(inputs, texts))
+        return features([rows[int(i)] for i in order[place * size : (place + 1) * size]])
 
     return batch

@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from visacc.train import parallel
 
-app = typer.Typer(help="Train drafters.", no_args_is_help=True, add_completion=False)
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """``train drafter --method msd ...`` names a method of vision-language drafters: ``train vlm-drafter``."""
+        if args[:1] == ["drafter"] and any(arg.split("=")[0] == "--method" for arg in args):
+            args = ["vlm-drafter", *args[1:]]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(help="Train drafters.", cls=_Commands, no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -53,11 +63,14 @@ def drafter(
     eval_every: Annotated[int, typer.Option(help="Steps between measurements of accepted length.")] = 250,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
     init: Annotated[Path | None, typer.Option(help="Drafter folder to start from.")] = None,
+    shard: Annotated[
+        bool, typer.Option(help="Several processes: spread the drafter over them (FSDP2).")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
 ) -> None:
-    """Train (or resume) a drafter.
+    """Train (or resume) a drafter of an image model; with --method, of a vision-language model (see vlm-drafter).
 
     Several processes: accelerate launch --num_processes 4 -m visacc train drafter ..., or torchrun. Every process samples
     and reads its own --batch; gradients are averaged, so the batch of a step is --batch times processes times
@@ -85,6 +98,7 @@ def drafter(
         eval_prompts=held_out,
         save_every=save_every,
         seed=seed,
+        shard=shard,
     )
     target = load_model(model, device=own_device(device), dtype=dtype)
     texts, kept = training_prompts(target, prompts, held_out)

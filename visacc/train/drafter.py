@@ -28,7 +28,9 @@ from visacc.models.llamagen import LlamaGen
 from visacc.sampling import SamplingParams
 from visacc.train.harvest import Harvest
 from visacc.train.loss import LossSpec, draft_loss
-from visacc.train.processes import make_accelerator
+from visacc.train.processes import make_accelerator, offloads, shards
+from visacc.train.shards import load_optimizer, optimizer_state, shard, whole_state
+from visacc.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class DrafterTraining:
         tree: tree that the drafter will be used with by default, and evaluated with.
         eval_every, eval_prompts: steps between two measurements of accepted length, and how many held-out prompts.
         save_every: steps between two checkpoints.
+        shard: spread parameters, gradients and optimiser states over the processes (FSDP2); also on where accelerate is
+            configured for FSDP.
     """
 
     steps: int = 2000
@@ -72,6 +76,7 @@ class DrafterTraining:
     save_every: int = 250
     log_every: int = 20
     seed: int = 0
+    shard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "eval_every", "eval_prompts", "save_every", "log_every"):
@@ -195,7 +200,7 @@ def train_drafter(
     Raises:
         ValueError: bad settings, no prompts, a held-out prompt among the training prompts, or a folder with a run of
             other settings.
-        RuntimeError: accelerate is not installed, or was configured to shard the drafter.
+        RuntimeError: accelerate is not installed or configured for something else, or one process is to be sharded.
     """
     settings = settings or DrafterTraining()
     sampling = sampling or SamplingParams.merge(model.defaults, {})
@@ -213,9 +218,16 @@ def train_drafter(
     if init is not None:
         _start_from(network, init)
     network.to(model.device)
-    optim = optimizer(network, settings)
-    start = _resume(out / "state.pt", network, optim, settings, model)
-    prepared, optim = accelerator.prepare(network, optim)
+    state, start = _resume(out / "state.pt", network, settings, model)
+    sharded = shards(accelerator, settings.shard)
+    if sharded:
+        shard(network, model.device, offload=offloads(accelerator))
+    optim: Any = optimizer(network, settings)
+    if state is not None:
+        load_optimizer(optim, state)
+    prepared: Any = network
+    if not sharded:
+        prepared, optim = accelerator.prepare(network, optim)
     inner: EagleNetwork = accelerator.unwrap_model(prepared)
     harvest = Harvest(
         model,
@@ -248,26 +260,41 @@ def train_drafter(
                     loss, parts = draft_loss(prepared, model.head, data, settings.loss)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_value_(prepared.parameters(), settings.clip)
-                optim.step()
-                optim.zero_grad(set_to_none=True)
+                    torch.nn.utils.clip_grad_value_(prepared.parameters(), settings.clip)
+                    optim.step()
+                    optim.zero_grad(set_to_none=True)
             seen.append({"loss": loss.detach(), **parts})
         done = step + 1
+        measures, saves = (
+            done % every == 0 or done == settings.steps
+            for every in (settings.eval_every, settings.save_every)
+        )
+        # every process helps to put the shards together
+        current = _whole(inner) if sharded and (measures or saves) else inner
+        state = optimizer_state(optim) if saves else None
         if not accelerator.is_main_process:
             continue
         if done % settings.log_every == 0 or done == settings.steps:
             means = {k: float(torch.stack([s[k] for s in seen]).mean()) for k in seen[0]}
             log.write(step=done, seconds=time.perf_counter() - began, lr=optim.param_groups[0]["lr"], **means)
             seen, began = [], time.perf_counter()
-        if done % settings.eval_every == 0 or done == settings.steps:
+        if measures:
             chosen = list(held_out)[: settings.eval_prompts]
-            log.write(step=done, **accepted_length(model, inner, chosen, sampling, tree=settings.tree))
-        if done % settings.save_every == 0 or done == settings.steps:
-            _save(out / "state.pt", inner, optim, done, settings, model)
+            log.write(step=done, **accepted_length(model, current, chosen, sampling, tree=settings.tree))
+        if state is not None:
+            _save(out / "state.pt", current, state, done, settings, model)
+    finished = _whole(inner) if sharded else inner
     if accelerator.is_main_process:
-        save_drafter(inner, out / "drafter")
+        save_drafter(finished, out / "drafter")
     accelerator.wait_for_everyone()  # the drafter is there when any process goes on
-    return inner.eval().requires_grad_(False)
+    return finished.eval().requires_grad_(False)
+
+
+def _whole(network: EagleNetwork) -> EagleNetwork:
+    """A copy of a sharded drafter in one piece; all processes must ask together."""
+    copy = EagleNetwork(network.config)
+    copy.load_state_dict(whole_state(network.state_dict()))
+    return copy.to(next(network.parameters()).device)
 
 
 def _start_from(network: EagleNetwork, folder: str | Path) -> None:
@@ -282,17 +309,22 @@ def _start_from(network: EagleNetwork, folder: str | Path) -> None:
 
 def _facts(settings: DrafterTraining, model: ImageModel) -> str:
     """What must not change between a run and its continuation (the number of steps may)."""
-    free = {"steps", "eval_every", "eval_prompts", "save_every", "log_every"}
+    free = {"steps", "eval_every", "eval_prompts", "save_every", "log_every", "shard"}
     kept = {k: v for k, v in asdict(replace(settings)).items() if k not in free}
     return json.dumps({"target": model.fingerprint(), **kept}, sort_keys=True)
 
 
 def _save(
-    path: Path, network: EagleNetwork, optim: Any, step: int, settings: DrafterTraining, model: ImageModel
+    path: Path,
+    network: EagleNetwork,
+    optimizer: dict[str, Any],
+    step: int,
+    settings: DrafterTraining,
+    model: ImageModel,
 ) -> None:
     state = {
         "network": network.state_dict(),
-        "optimizer": optim.state_dict(),
+        "optimizer": optimizer,
         "step": step,
         "facts": _facts(settings, model),
     }
@@ -302,15 +334,15 @@ def _save(
 
 
 def _resume(
-    path: Path, network: EagleNetwork, optim: Any, settings: DrafterTraining, model: ImageModel
-) -> int:
+    path: Path, network: EagleNetwork, settings: DrafterTraining, model: ImageModel
+) -> tuple[dict[str, Any] | None, int]:
+    """Load the network; the state of the optimiser and the step where the run goes on."""
     if not path.is_file():
-        return 0
-    state = torch.load(path, map_location=model.device, weights_only=True)
-    if state["facts"] != _facts(settings, model):
+        return None, 0
+    state, _ = read_weights(path)
+    if state.get("facts") != _facts(settings, model):
         raise ValueError(
             f"{path} belongs to a run with other settings or another target; choose another folder or remove it"
         )
     network.load_state_dict(state["network"])
-    optim.load_state_dict(state["optimizer"])
-    return int(state["step"])
+    return state["optimizer"], int(state["step"])

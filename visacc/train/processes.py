@@ -1,4 +1,4 @@
-"""Training on several processes: plain data parallelism by accelerate, every process on its own GPU (or the CPU)."""
+"""Training on several processes, each on its own GPU (or the CPU): data parallelism by accelerate, or shards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_accelerator(device: torch.device, accumulate: int = 1, *, unused: bool 
         unused: some parameters may take no part in a batch (drafters that pool pictures, in batches without any).
 
     Raises:
-        RuntimeError: accelerate is not installed, was configured to shard the model, or sees another number of processes
-            than the launcher started.
+        RuntimeError: accelerate is not installed, was configured for a kind of training that is not available, or sees
+            another number of processes than the launcher started.
     """
     try:
         from accelerate import Accelerator
@@ -40,12 +40,44 @@ def make_accelerator(device: torch.device, accumulate: int = 1, *, unused: bool 
         kwargs_handlers=[waits, DistributedDataParallelKwargs(find_unused_parameters=unused)],
     )
     kind = str(accelerator.distributed_type.value)
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "TP"):
         raise RuntimeError(
-            f"accelerate is configured for {kind}, but drafters are small and are trained with data parallelism: launch"
-            " with --multi_gpu (or --cpu), or with torchrun"
+            f"accelerate is configured for {kind}; drafters are trained with data parallelism (--multi_gpu, torchrun) or"
+            " sharded by FSDP (--use_fsdp --fsdp_version 2)"
         )
+    if kind == "FSDP":
+        _check_plugin(accelerator.state.fsdp_plugin)
     return accelerator
+
+
+def _check_plugin(plugin: Any) -> None:
+    """What accelerate's configuration of FSDP asks for and a drafter, one small unit, cannot give."""
+    if int(plugin.fsdp_version) != 2:
+        raise RuntimeError(
+            f"accelerate is configured for version {plugin.fsdp_version} of FSDP; drafters are sharded by version 2:"
+            " launch with --fsdp_version 2"
+        )
+    if plugin.activation_checkpointing:
+        raise RuntimeError(
+            "drafters are trained without activation checkpointing: switch it off in accelerate's configuration"
+        )
+
+
+def shards(accelerator: Any, asked: bool) -> bool:
+    """Whether a run is sharded: its option says so, or accelerate's configuration.
+
+    Raises:
+        RuntimeError: it should be, but runs as one process.
+    """
+    if asked and accelerator.num_processes < 2:
+        raise RuntimeError("sharding needs several processes: start them with accelerate launch or torchrun")
+    return asked or str(accelerator.distributed_type.value) == "FSDP"
+
+
+def offloads(accelerator: Any) -> bool:
+    """Whether accelerate's configuration of FSDP keeps the shards in host memory."""
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
 
 
 def own_device(device: str | None) -> str | None:
