@@ -18,6 +18,7 @@ from PIL import Image
 
 from visacc.metrics.images import list_images, load_image
 from visacc.metrics.protocol import Protocol, Score
+from visacc.reading import naming, read_text
 
 Answer = Callable[[Image.Image, str], bool]
 
@@ -42,7 +43,7 @@ def read_prompts(folder: str | Path) -> dict[str, str]:
     files = sorted(Path(folder).glob("*.txt"))
     if not files:
         raise ValueError(f"no prompt files (*.txt) in {folder}")
-    return {f.stem: f.read_text(encoding="utf-8").strip() for f in files}
+    return {f.stem: read_text(f).strip() for f in files}
 
 
 def read_questions(path: str | Path) -> dict[str, Item]:
@@ -50,6 +51,17 @@ def read_questions(path: str | Path) -> dict[str, Item]:
     question_natural_language.
     """
     items: dict[str, Item] = {}
+    try:
+        with naming(path):
+            _read_table(path, items)
+    except csv.Error as error:
+        raise ValueError(f"{path} is no DPG question table: {error}") from error
+    if not items:
+        raise ValueError(f"{path} holds no questions")
+    return items
+
+
+def _read_table(path: str | Path, items: dict[str, Item]) -> None:
     needed = ("item_id", "text", "proposition_id", "dependency", "question_natural_language")
     with open(path, newline="", encoding="utf-8") as f:
         reader = csv.DictReader(f)
@@ -57,21 +69,15 @@ def read_questions(path: str | Path) -> dict[str, Item]:
         if missing:
             raise ValueError(f"{path} is no DPG question table: column {missing[0]!r} is missing")
         for row in reader:
+            absent = [c for c in needed if row[c] is None]
+            if absent:
+                raise ValueError(f"{path}, line {reader.line_num}: column {absent[0]!r} is missing")
             item = items.setdefault(row["item_id"], Item(row["item_id"], row["text"]))
-            parents = tuple(int(p) for p in str(row["dependency"]).split(",") if p.strip() not in ("", "0"))
-            item.questions.append(
-                Question(
-                    int(row["proposition_id"]),
-                    row["question_natural_language"],
-                    parents,
-                    row.get("category_broad", ""),
-                )
-            )
+            parents = tuple(int(p) for p in row["dependency"].split(",") if p.strip() not in ("", "0"))
+            text, category = row["question_natural_language"], row.get("category_broad") or ""
+            item.questions.append(Question(int(row["proposition_id"]), text, parents, category))
     for item in items.values():
         _check_tree(item)
-    if not items:
-        raise ValueError(f"{path} holds no questions")
-    return items
 
 
 def _check_tree(item: Item) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
+
+from visacc.pictures import read_image
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 
@@ -35,16 +37,10 @@ def list_images(folder: str | Path, recursive: bool = False) -> list[Path]:
 
 
 def load_image(path: str | Path, *, exif: bool = False) -> Image.Image:
-    """RGB image, fully decoded. Transparency is dropped as `convert("RGB")` drops it; exif: turn as the tag
-    says.
+    """RGB image, fully decoded (:func:`visacc.pictures.read_image`). Transparency is dropped as `convert("RGB")` drops
+    it; exif: turn as the tag says.
     """
-    try:
-        with Image.open(path) as file:
-            file.load()
-            turned = ImageOps.exif_transpose(file) if exif else file
-            return turned.convert("RGB")
-    except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError, ValueError) as error:
-        raise ValueError(f"cannot read image {path}: {error}") from error
+    return read_image(path, exif=exif)
 
 
 def to_uint8(images: Tensor | np.ndarray, encoding: str = "round") -> Tensor:
@@ -202,7 +198,7 @@ def file_sizes(files: Iterable[Path]) -> Iterator[tuple[int, int]]:
         try:
             with Image.open(path) as image:
                 yield image.size
-        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError, ValueError):
+        except Exception:  # decoders raise anything on damaged files
             continue
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visacc.weights import read_entry, read_weights
+from visacc.reading import read_entry
+from visacc.weights import read_weights
+from visacc.writing import write_safetensors
 
 MAX_BYTES = 6_000_000
 
@@ -37,8 +38,7 @@ def save_asset(module: nn.Module, config: Any, path: Path, **facts: Any) -> None
         )
     if not is_dataclass(config) or isinstance(config, type):
         raise ValueError("config must be a dataclass instance")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(state, path, metadata={"config": json.dumps(asdict(config)), "facts": json.dumps(facts)})
+    write_safetensors(path, state, {"config": json.dumps(asdict(config)), "facts": json.dumps(facts)})
     path.chmod(0o644)  # the library writes for the owner alone, packages are for everybody
 
 

@@ -10,7 +10,6 @@ import sys
 import threading
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +32,8 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+_UsageFault: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""Wrong options and arguments. Newer versions of typer bring click's classes along, older ones take them from click."""
 _SHARED = ("generate", "eval", "train")
 """Commands that several processes share; the others must run alone."""
 
@@ -128,11 +129,13 @@ def main(args: list[str] | None = None) -> None:
     try:
         code = command(args, prog_name="visacc", standalone_mode=False)
         _leave(code)
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         code = stop.exit_code
-    except click.exceptions.Abort:
+        if isinstance(stop.__cause__, KeyboardInterrupt):  # what typer makes of it
+            _fail("interrupted", 130)
+    except typer.Abort:
         _fail("interrupted", 130)
-    except click.ClickException as error:
+    except _UsageFault as error:
         error.show()
         code = 2
     except KeyboardInterrupt:

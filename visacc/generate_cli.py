@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from visacc.reading import read_lines
+
 
 def generate(
     prompts: Annotated[
@@ -143,7 +145,7 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str | int]:
     if file is not None:
         if not file.is_file():
             raise ValueError(f"prompts file {file} does not exist")
-        lines += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines += read_lines(file)
     if not lines:
         raise ValueError(
             'give at least one prompt, e.g. visacc generate "a red circle left of a blue square"'
@@ -160,7 +162,7 @@ def _options(pairs: list[str], window: str | None) -> dict[str, Any]:
             raise ValueError(f"decoder options are written name=value, got {pair!r}")
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = text
         found[name.strip().replace("-", "_")] = value
     return found

@@ -18,6 +18,10 @@ from visacc.pictures import commit_map, contact_sheet, save_image, save_json
 from visacc.pipeline import BATCH, image_seeds, positive
 from visacc.stats import DecodeStats
 from visacc.traces import TRACED, encode_grid, environment
+from visacc.writing import sweep
+
+STATS = "stats.json"
+"""Written last: a folder that holds it is whole."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ def run_share(
     if world.size > 1:
         refuse_memory(pipe.current_decoder())
     count = len(job.prompts)
+    if world.main:
+        # statistics of an earlier run must not stand beside pictures of one that is killed before it writes its own
+        (out / STATS).unlink(missing_ok=True)
+        sweep(out, deep=False)
     seeds = image_seeds(world.broadcast(image_seeds(job.seed, None, 1)[0]), None, count)
     mine = share(count, batch, world.rank, world.size)
     part: tuple[list[int], DecodeStats, dict[str, Any]] | None = None
@@ -95,7 +103,7 @@ def run_share(
         "stats": stats.summary(),
         "images": images,
     }
-    save_json(record, out / "stats.json")
+    save_json(record, out / STATS)
     if len(parts) < world.size:
         print(
             f"{world.size - len(parts)} of {world.size} processes had nothing to do: {count} images make {len(parts)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from visacc.decoders.base import Decoder
 from visacc.models.base import ImageModel
 from visacc.pipeline import TextToImagePipeline
+from visacc.reading import read_object
 from visacc.registry import model_plugins, unknown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,10 +120,7 @@ def _is_llamagen(path: Path) -> bool:
         return False
     config = path / "config.json"
     if config.is_file():
-        try:
-            return "model_type" not in json.loads(config.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(f"{config} is not valid JSON") from None
+        return "model_type" not in read_object(config)
     return True
 
 

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import torch
-
 T = TypeVar("T")
 _CPU = ("can't allocate memory", "not enough memory")
 """How torch's CPU allocator puts it; on a GPU there is an exception of its own."""
@@ -20,9 +18,13 @@ _CPU = ("can't allocate memory", "not enough memory")
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory has run out, on a GPU or a CPU."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU)
+    if not isinstance(error, RuntimeError):
+        return False
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _CPU)
 
 
 def in_batches(
@@ -45,6 +47,8 @@ def in_batches(
             if not out_of_memory(error):
                 raise
             if stop - start == 1:
+                import torch
+
                 raise torch.OutOfMemoryError(
                     f"not even one of the {what} fits into memory; use a smaller size or window, a smaller dtype, or"
                     f" another device ({' '.join(str(error).split())[:200]})"
@@ -62,6 +66,8 @@ def in_batches(
 
 
 def _release() -> None:
+    import torch
+
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
+
+from visacc.writing import write_atomic
 
 _VIRIDIS = np.array(
     [
@@ -28,22 +29,68 @@ _VIRIDIS = np.array(
 )
 
 
-def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` on a temporary neighbour of ``path`` and rename it into place when it has succeeded."""
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def save_image(image: Image.Image, path: Path) -> None:
     write_atomic(path, image.save)
 
 
 def save_json(data: Any, path: Path) -> None:
-    write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=2) + "\n"))
+    write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8"))
+
+
+def read_image(path: str | Path, *, exif: bool = False) -> Image.Image:
+    """RGB picture of a file, fully decoded; of an animated one the first frame.
+
+    Transparency is dropped, 16 bits become 8 by scaling (Pillow alone would clip them to white).
+
+    Args:
+        exif: turn the picture as its orientation tag says.
+
+    Raises:
+        ValueError: no picture, truncated, or of more pixels than ``PIL.Image.MAX_IMAGE_PIXELS`` (89 million), which is
+            looked at before anything is decoded.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # remarks on odd metadata; too many pixels are refused below
+            with Image.open(path) as file:
+                _check_size(file, path)
+                file.load()
+                return rgb(ImageOps.exif_transpose(file) if exif else file)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except UnidentifiedImageError as error:
+        raise ValueError(f"cannot read image {path}: not a picture") from error
+    except Exception as error:  # decoders raise anything on damaged files
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(f"cannot read image {path}: {error or type(error).__name__}") from error
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """A picture of any mode as RGB."""
+    if image.mode == "F":
+        raise ValueError(
+            "its pixels are floating-point numbers, whose range is not known; save it with 8 or 16 bits"
+        )
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError(
+                "its pixels are 32-bit numbers, whose range is not known; save it with 8 or 16 bits"
+            )
+        image = Image.fromarray((values * 255 // 65535).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _check_size(image: Image.Image, path: str | Path) -> None:
+    width, height = image.size
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:
+        raise ValueError(
+            f"{path} has {width} x {height} pixels, more than {limit:,}; raise PIL.Image.MAX_IMAGE_PIXELS if you trust it"
+        )
+    if not width * height:
+        raise ValueError(f"{path} has no pixels ({width} x {height})")
 
 
 def contact_sheet(

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from visacc.decoders.base import Decoder
-from visacc.engine import StepInfo, decode
+from visacc.engine import DecodeResult, StepInfo, decode
+from visacc.memory import in_batches
 from visacc.models.base import ImageModel
 from visacc.noise import sample_seed
 from visacc.registry import make_decoder
@@ -128,7 +129,8 @@ class TextToImagePipeline:
                 alone or in any batch.
             generator: source of the seed when ``seed`` is not given.
             output_type: "pil", "np", "pt" or "codes" (skips the pixel decoder).
-            batch_size: images decoded together (default 8).
+            batch_size: images decoded together (default 8). A batch that does not fit into memory is decoded in halves,
+                with a warning; the pictures stay the same.
             decoder, decoder_options: for this call only.
             callback_on_step_end: ``f(pipe, step, committed_tokens, tensors) -> dict | None`` after every step, as in
                 diffusers; set ``pipe.interrupt = True`` in it to stop.
@@ -138,6 +140,7 @@ class TextToImagePipeline:
         Raises:
             ValueError: bad prompt, parameter, decoder or option.
             RuntimeError: the model produced NaN.
+            torch.OutOfMemoryError: not even one image fits into memory.
         """
         prompts = self._prompts(prompt, num_images_per_prompt)
         negative = self._negative(negative_prompt, len(prompts), num_images_per_prompt)
@@ -173,10 +176,11 @@ class TextToImagePipeline:
 
         started, results, pixels = time.perf_counter(), [], []
         whole = self.model.layout.total * len(prompts)
-        for start in range(0, len(prompts), batch):
-            part = slice(start, start + batch)
+
+        def work(start: int, stop: int) -> tuple[DecodeResult, Tensor | None]:
+            part = slice(start, stop)
             cond = self.model.encode(prompts[part], negative[part] if negative else None)
-            done, size = start * self.model.layout.total, len(prompts[part])
+            done, size = start * self.model.layout.total, stop - start
             result = decode(
                 self.model,
                 engine,
@@ -186,11 +190,14 @@ class TextToImagePipeline:
                 callback=callback if callback_on_step_end else None,
                 progress=None if progress is None else partial(_report, progress, done, size, whole),
             )
+            return result, None if output_type == "codes" else self._decode(result.codes)
+
+        for _, stop, (result, drawn) in in_batches(len(prompts), batch, work):
             results.append(result)
-            if output_type != "codes":
-                pixels.append(self._decode(result.codes))
+            if drawn is not None:
+                pixels.append(drawn)
             if progress:
-                progress(done + size * self.model.layout.total, whole)
+                progress(stop * self.model.layout.total, whole)
             if self.interrupt:
                 break
         stats = DecodeStats.merge([r.stats for r in results])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from visacc.decoders.base import Decoder
 from visacc.engine import decode
+from visacc.memory import in_batches
 from visacc.models.base import ImageModel
 from visacc.models.video_prompt import VideoPrompt
 from visacc.pipeline import image_seeds
@@ -106,21 +107,23 @@ class _VideoPipeline:
         decoder = make_decoder(self._decoder, **{**self._options, **decoder_options})
         started, parts, codes, pixels = time.perf_counter(), [], [], []
         slots = self.model.layout.total
-        for start in range(0, len(prompts), batch_size):
-            part = prompts[start : start + batch_size]
+
+        def work(start: int, stop: int) -> tuple[DecodeStats, Tensor, Tensor | None]:
+            part = prompts[start:stop]
             cond = self.model.encode(part)
             report = None
             if progress is not None:
                 report = partial(_report, progress, start * slots, len(part), len(prompts) * slots)
-            result = decode(
-                self.model, decoder, cond, sampling, seeds[start : start + batch_size], progress=report
-            )
+            result = decode(self.model, decoder, cond, sampling, seeds[start:stop], progress=report)
             whole = self.model.complete(cond, result.codes)  # type: ignore[attr-defined]
-            parts.append(result.stats)
+            with torch.no_grad():
+                return result.stats, whole, None if output_type == "codes" else self.model.decode(whole)
+
+        for _, _, (stats, whole, drawn) in in_batches(len(prompts), batch_size, work, what="clips"):
+            parts.append(stats)
             codes.append(whole)
-            if output_type != "codes":
-                with torch.no_grad():
-                    pixels.append(self.model.decode(whole))
+            if drawn is not None:
+                pixels.append(drawn)
         settings = {
             "model": self.model.name,
             "decoder": decoder.name,

@@ -194,6 +194,7 @@ class _bar:
 
 def _prepare(out: Path, format: str, count: int) -> None:
     from visacc.generate_cli import _check_writable
+    from visacc.writing import sweep
 
     if format not in ("mp4", "gif", "both"):
         raise ValueError(f"--format must be mp4, gif or both, got {format!r}")
@@ -204,6 +205,8 @@ def _prepare(out: Path, format: str, count: int) -> None:
 
         _av()
     _check_writable(out)
+    (out / "stats.json").unlink(missing_ok=True)  # those of an earlier run must not stand beside new clips
+    sweep(out, deep=False)
 
 
 def _write(result: Any, prompts: list[str], out: Path, format: str) -> None:

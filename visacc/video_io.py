@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageSequence
 from torch import Tensor
 
-from visacc.pictures import save_image, write_atomic
+from visacc.pictures import read_image, rgb, save_image
+from visacc.writing import write_atomic
 
 Clip = NDArray[np.uint8]
 SUFFIXES = (".mp4", ".gif", ".png")
+LONGEST = 2_000_000_000
+"""Bytes of a decoded clip beyond which a file is refused."""
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -127,7 +130,10 @@ def read_clip(path: str | Path) -> Clip:
         files = sorted(f for f in path.iterdir() if f.suffix.lower() in _IMAGES)
         if not files:
             raise ValueError(f"folder {path} holds no pictures")
-        frames = [np.asarray(Image.open(f).convert("RGB")) for f in files]
+        frames = []
+        for file in files:
+            frames.append(np.asarray(read_image(file)))
+            _check_length(path, len(frames), frames[-1])
     elif not path.is_file():
         raise ValueError(f"clip {path} does not exist")
     elif path.suffix.lower() in (".gif", *_IMAGES):
@@ -141,13 +147,21 @@ def read_clip(path: str | Path) -> Clip:
 
 def _pictures(path: Path) -> list[Clip]:
     """Frames of a picture file. Writers merge equal frames of a GIF into a longer one, which is undone here."""
+    first = read_image(path)  # refuses what is no picture, or too large a one
     frames, durations = [], []
-    with Image.open(path) as image:
-        for frame in ImageSequence.Iterator(image):
-            frames.append(np.asarray(frame.convert("RGB")))
-            durations.append(float(frame.info.get("duration", 0)))
+    try:
+        with Image.open(path) as image:
+            for frame in ImageSequence.Iterator(image):
+                frames.append(np.asarray(rgb(frame)))
+                durations.append(float(frame.info.get("duration", 0)))
+                _check_length(path, len(frames), frames[-1])
+    except Exception as error:  # decoders raise anything on damaged files
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(f"cannot read {path}: frame {len(frames)} is damaged ({error})") from error
     shortest = min((d for d in durations if d > 0), default=1.0)
     times = [max(1, round(d / shortest)) for d in durations]
+    _check_length(path, sum(times), np.asarray(first))
     return [frame for frame, count in zip(frames, times, strict=True) for _ in range(count)]
 
 
@@ -155,12 +169,25 @@ def _decode(path: Path) -> list[Clip]:
     av = _av()
     try:
         with av.open(str(path)) as container:
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    except (av.error.FFmpegError, IndexError) as error:
+            frames = []
+            for frame in container.decode(video=0):
+                _check_length(
+                    path, len(frames) + 1, np.broadcast_to(np.uint8(0), (frame.height, frame.width, 3))
+                )
+                frames.append(frame.to_ndarray(format="rgb24"))
+    except (av.error.FFmpegError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError(f"cannot decode {path}: truncated or not a video ({error})") from None
     if not frames:
         raise ValueError(f"{path} holds no frames: truncated video")
     return frames
+
+
+def _check_length(path: Path, frames: int, frame: Clip) -> None:
+    """A small file can hold hours of still picture: refuse it before it fills the memory."""
+    if frames * frame.size > LONGEST:
+        raise ValueError(
+            f"{path} holds a clip of more than {LONGEST / 1e9:g} GB when decoded; cut or shrink it first"
+        )
 
 
 def to_frames(clip: Any) -> Tensor:

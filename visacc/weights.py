@@ -1,4 +1,4 @@
-"""Reading weight files and their JSON companions, whichever program wrote them.
+"""Reading weight files, whichever program wrote them.
 
 Nothing in a file is executed, nothing larger than the file is allocated, and whatever is wrong with it ends in one
 ``ValueError`` that names it.
@@ -6,7 +6,6 @@ Nothing in a file is executed, nothing larger than the file is allocated, and wh
 
 from __future__ import annotations
 
-import json
 import threading
 import warnings
 import zipfile
@@ -21,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook as on_module
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
-from visacc.memory import out_of_memory
+from visacc.reading import naming
 
 State = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
-_DAMAGE = (KeyError, TypeError, IndexError, AttributeError, ArithmeticError, ValueError, RuntimeError)
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -72,32 +70,6 @@ def tensors_in(path: str | Path, content: Mapping[Any, Any], keys: Iterable[str]
     if not state:
         raise ValueError(f"{path} holds no weights; its top level has {some(content) or 'nothing'}")
     return state
-
-
-def read_object(path: str | Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises ``ValueError`` naming the file for anything else."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
-
-
-def read_entry(path: str | Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:
-    """A JSON object kept as text in the metadata of a safetensors file; empty where there is none."""
-    try:
-        content = json.loads(metadata.get(key, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: the {key} in its metadata is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path}: the {key} in its metadata is a {type(content).__name__}, not a JSON object"
-        )
-    return content
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -179,18 +151,6 @@ def _check_tensors(path: Path, content: Any) -> None:
 
 
 # ---- models -----------------------------------------------------------------------------------------------
-@contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """What damaged content causes while it is interpreted becomes one ``ValueError`` that names the file."""
-    try:
-        yield
-    except _DAMAGE as error:
-        if out_of_memory(error) or (isinstance(error, ValueError) and str(path) in str(error)):
-            raise
-        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ValueError(f"{path}: {reason or type(error).__name__}") from error
-
-
 def blank(path: str | Path, make: Callable[[], M], state: Mapping[str, Tensor], what: str) -> M:
     """The module that ``make`` builds, on the meta device, after a check that ``state`` is exactly what it needs.
 

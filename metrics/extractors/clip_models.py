@@ -45,8 +45,9 @@ class ClipModel:
         if model not in open_clip.list_models():
             raise ValueError(f"open_clip knows no architecture {model!r}; see open_clip.list_models()")
         if weights is not None:
-            net = open_clip.create_model(model, pretrained=None)
+            # the file first: it may be none, and the network takes gigabytes
             state = {k.removeprefix("module."): v for k, v in load_state(weights).items()}
+            net = open_clip.create_model(model, pretrained=None)
             fill(net, state, weights, f"open_clip's {model}")
         else:
             try:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from visacc.metrics.geneval.logic import CLASSES
-from visacc.weights import check_state, naming
+from visacc.reading import naming
+from visacc.weights import check_state
 
 CHECKPOINT = "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco_20220504_001756-743b7d99.pth"
 URL = (

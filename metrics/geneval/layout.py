@@ -15,6 +15,7 @@ from typing import Any
 
 from visacc.metrics.geneval.logic import validate
 from visacc.metrics.images import natural_key
+from visacc.reading import naming, read_object, read_objects
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,11 @@ def metadata_text(metadata: Mapping[str, Any]) -> str:
 def read_prompts(path: str | Path, classes: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """A prompt file in the official format (one JSON object per line), validated."""
     out = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    for number, item in read_objects(path):
         if "prompt" not in item:
             raise ValueError(f"{path}, line {number}: no `prompt`")
-        validate(item, classes)
+        with naming(f"{path}, line {number}"):
+            validate(item, classes)
         out.append(item)
     if not out:
         raise ValueError(f"{path} holds no prompts")
@@ -73,16 +69,14 @@ def scan(
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder in GenEval's layout")
     folders = sorted(
-        (f for f in root.iterdir() if f.is_dir() and f.name.isdigit()), key=lambda f: int(f.name)
+        (f for f in root.iterdir() if f.is_dir() and f.name.isdecimal() and len(f.name) < 12),
+        key=lambda f: int(f.name),
     )
     if not folders:
         raise ValueError(f"{root} has no prompt folders (00000, 00001, ...)")
     found = []
     for folder in folders:
-        try:
-            metadata = json.loads((folder / "metadata.jsonl").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{folder}: cannot read metadata.jsonl: {error}") from error
+        metadata = read_object(folder / "metadata.jsonl")
         directory = folder / "samples"
         files = (
             [f for f in directory.iterdir() if re.fullmatch(r"\d+\.png", f.name)]

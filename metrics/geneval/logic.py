@@ -128,15 +128,24 @@ def relations(a: NDArray[np.float32], b: NDArray[np.float32], threshold: float =
 def validate(metadata: Metadata, classes: Sequence[str] | None = CLASSES) -> None:
     """Refuse prompt metadata the logic cannot judge, saying what is wrong with it."""
     prompt = metadata.get("prompt", "?")
-    if "tag" not in metadata:
+    if not isinstance(metadata.get("tag"), str):
         raise ValueError(f"prompt {prompt!r}: metadata needs a `tag`")
-    for i, clause in enumerate([*metadata.get("include", []), *metadata.get("exclude", [])]):
-        if "class" not in clause or not isinstance(clause.get("count"), int) or clause["count"] < 1:
+    parts = [metadata.get(key, []) for key in ("include", "exclude")]
+    if not all(isinstance(part, list | tuple) for part in parts):
+        raise ValueError(f"prompt {prompt!r}: `include` and `exclude` must be lists of clauses")
+    for i, clause in enumerate([*parts[0], *parts[1]]):
+        fits = isinstance(clause, Mapping) and isinstance(clause.get("class"), str)
+        if not fits or type(clause.get("count")) is not int or clause["count"] < 1:
             raise ValueError(f"prompt {prompt!r}: clause {i} needs `class` and a positive integer `count`")
         if classes is not None and clause["class"] not in classes:
             raise ValueError(f"prompt {prompt!r}: class {clause['class']!r} is unknown to this detector")
         if "position" in clause:
-            relation, target = clause["position"]
+            place = clause["position"]
+            if not isinstance(place, list | tuple) or len(place) != 2 or type(place[1]) is not int:
+                raise ValueError(
+                    f"prompt {prompt!r}: clause {i}: `position` must be [relation, clause number]"
+                )
+            relation, target = place
             if relation not in RELATIONS:
                 raise ValueError(
                     f"prompt {prompt!r}: unknown relation {relation!r}; known: {', '.join(RELATIONS)}"

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from visacc.reading import read_objects
+
 Record = Mapping[str, Any]
 FIELDS = ("filename", "tag", "prompt", "correct", "reason", "metadata", "details")
 
@@ -41,18 +43,15 @@ def to_line(item: Record) -> str:
 def read_results(path: str | Path) -> list[dict]:
     """Records of a result file; a broken line is named."""
     out = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            missing = [k for k in FIELDS if k not in item]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    for number, item in read_objects(path):
+        missing = [k for k in FIELDS if k not in item]
         if missing:
             raise ValueError(
                 f"{path}, line {number}: no field {missing[0]!r}; is this a GenEval result file?"
             )
+        wrong = [k for k in FIELDS if not isinstance(item[k], bool if k == "correct" else str)]
+        if wrong:
+            raise ValueError(f"{path}, line {number}: field {wrong[0]!r} cannot be {item[wrong[0]]!r}")
         out.append(item)
     if not out:
         raise ValueError(f"{path} holds no results")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from visacc.models.cosmos.positions import Yarn
 from visacc.models.cosmos.transformer import Cosmos, CosmosConfig
-from visacc.weights import blank, naming, read_weights, tensors_in
+from visacc.reading import naming
+from visacc.weights import blank, read_weights, tensors_in
 
 _YARN = Yarn(original=(3, 40, 64))
 #: (width, layers, has text) -> name and hyper-parameters

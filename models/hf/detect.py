@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from visacc.memory import out_of_memory
 from visacc.models.hf.emu35 import CODES as EMU35_CODES
 from visacc.models.hf.emu35 import FIRST_CODE as EMU35_FIRST
+from visacc.reading import read_object
 
 FAMILIES = ("janus", "emu3", "emu3.5", "chameleon", "lumina-mgpt", "glm-image")
 ALIASES = {"anole": "chameleon", "lumina": "lumina-mgpt", "emu35": "emu3.5"}
@@ -36,13 +37,8 @@ def config_file(folder: Path) -> Path | None:
     pipeline."""
     for name in ("config.json", "vision_language_encoder/config.json"):
         file = folder / name
-        if file.is_file():
-            try:
-                found = json.loads(file.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise ValueError(f"{file} is not valid JSON") from None
-            if isinstance(found, dict) and "model_type" in found:
-                return file
+        if file.is_file() and "model_type" in read_object(file):
+            return file
     return None
 
 
@@ -57,7 +53,7 @@ def read_config(name_or_path: str | Path, revision: str | None) -> tuple[dict[st
                 " weights and"
                 " tokenizer files is needed, as save_pretrained writes it"
             )
-        config, folder = json.loads(file.read_text(encoding="utf-8")), file.parent
+        config, folder = read_object(file), file.parent
         settings = folder / "generation_config.json"
         return {**config, "visacc_settings": _settings(settings if settings.is_file() else None)}, folder
     from transformers.utils import cached_file
@@ -68,7 +64,7 @@ def read_config(name_or_path: str | Path, revision: str | None) -> tuple[dict[st
 
     found = guarded(name_or_path, lambda: fetch("config.json", True))
     settings_file = guarded(name_or_path, lambda: fetch("generation_config.json", False))
-    config = json.loads(Path(found).read_text(encoding="utf-8"))
+    config = read_object(found)
     return {**config, "visacc_settings": _settings(settings_file)}, None
 
 
@@ -76,14 +72,24 @@ def _settings(file: str | Path | None) -> dict[str, Any]:
     """The key ``visacc`` of a generation_config.json (transformers drops it where it made the file itself)."""
     if file is None:
         return {}
-    return json.loads(Path(file).read_text(encoding="utf-8")).get("visacc") or {}
+    found = read_object(file).get("visacc") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"'visacc' in {file} must be an object of settings, got {found!r}")
+    return found
 
 
 def guarded(name: str | Path, action: Callable[[], Any]) -> Any:
     """Run a transformers loading call; its errors become one line."""
     try:
         return action()
-    except OSError as error:
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        if not isinstance(error, OSError):  # damaged files of a folder raise anything
+            if not Path(name).exists():
+                raise
+            reason = " ".join(str(error).split())[:400] or type(error).__name__
+            raise ValueError(f"{name} cannot be loaded: {reason}") from error
         text = str(error)
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         if Path(name).exists():

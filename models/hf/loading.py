@@ -18,6 +18,7 @@ from visacc.models.hf.janus import Janus
 from visacc.models.hf.lumina import Lumina
 from visacc.models.hf.settings import own_settings
 from visacc.models.hf.taming import FILE, TamingDecoder, find_decoder, read_decoder
+from visacc.reading import naming
 
 FAMILIES: dict[str, Any] = {cls.family: cls for cls in (Janus, Emu3, Emu35, Chameleon, Lumina, GlmImage)}
 EMU35_TOKENIZER = "BAAI/Emu3.5-VisionTokenizer"
@@ -59,7 +60,8 @@ def load_hf(
     from transformers import __version__ as transformers_version
 
     config, folder = read_config(name_or_path, revision)
-    kind = detect(config, name_or_path, family)
+    with naming(name_or_path):
+        kind = detect(config, name_or_path, family)
     cls, class_name = FAMILIES[kind], architecture(config, kind)
     if attn_implementation == "visacc_tree":
         from visacc.models.hf.attention import register_tree_attention
@@ -74,7 +76,8 @@ def load_hf(
     source = str(folder) if folder else str(name_or_path)
     where: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     if kind == "emu3.5" and config.get("model_type") != "qwen3":
-        where["config"] = qwen3_config(config)
+        with naming(name_or_path):
+            where["config"] = qwen3_config(config)
     model, info = guarded(
         name_or_path,
         lambda: getattr(transformers, class_name).from_pretrained(

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visacc.weights import blank, naming, read_weights, tensors_in
+from visacc.reading import naming
+from visacc.weights import blank, read_weights, tensors_in
+from visacc.writing import write_safetensors
 
 FILE = "vqgan_decoder.safetensors"
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -190,8 +191,7 @@ class TamingDecoder(nn.Module):
 
     def save_pretrained(self, folder: str | Path, **_: Any) -> None:
         """Write the weights under the original names, where :func:`find_decoder` looks for them."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, str(Path(folder) / FILE))
+        write_safetensors(Path(folder) / FILE, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **_: Any) -> TamingDecoder:

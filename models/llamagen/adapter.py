@@ -17,7 +17,7 @@ from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
 from visacc.models.llamagen.released import RELEASED, TEXT_ENCODER, fetch, released_file
 from visacc.models.llamagen.text import TextConditioner
 from visacc.models.llamagen.vq import VQModel
-from visacc.weights import read_object
+from visacc.reading import read_object
 
 GPT_FILE, VQ_FILE, TEXT_FOLDER, SETTINGS_FILE = "gpt.safetensors", "vq.safetensors", "text", "model.json"
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visacc.models.llamagen.config import GPTConfig
 from visacc.models.llamagen.gpt import GPT
 from visacc.models.llamagen.released import HEADS, SIZE_NAMES, Released, released_file
 from visacc.models.llamagen.vq import VQConfig, VQModel
-from visacc.weights import State, blank, naming, read_entry, read_object, read_weights, some, tensors_in
+from visacc.reading import naming, read_entry, read_object
+from visacc.weights import State, blank, read_weights, some, tensors_in
+from visacc.writing import write_safetensors
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -84,10 +85,10 @@ def _fill(module: M, state: State, dtype: torch.dtype, device: torch.device | st
 def save_model(path: str | Path, model: GPT | VQModel, dtype: torch.dtype | None = None) -> None:
     """Write safetensors: official names, the configuration as metadata. ``load_*`` reads it back."""
     state = {
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
         for name, value in model.state_dict().items()
     }
-    save_file(state, path, metadata={"format": "pt", "config": json.dumps(asdict(model.config))})
+    write_safetensors(Path(path), state, {"format": "pt", "config": json.dumps(asdict(model.config))})
 
 
 # ---- GPT --------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from visacc.models.llamagen.config import GPTConfig
 from visacc.models.llamagen.gpt import GPT
-from visacc.weights import blank, naming, read_object, read_weights
+from visacc.reading import naming, read_object
+from visacc.weights import blank, read_weights
 
 _OUTER = {
     "model.embed_tokens.weight": "tok_embeddings.weight",

@@ -18,6 +18,8 @@ from urllib.parse import unquote_plus
 import torch
 from torch import Tensor
 
+from visacc.memory import out_of_memory
+
 _DASHES = (
     "\u002d\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0"
     "\ufe31\ufe32\ufe58\ufe63\uff0d"
@@ -149,8 +151,10 @@ class TextConditioner:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source))
             encoder: Any = T5EncoderModel.from_pretrained(str(source), dtype=dtype)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # damaged files of a folder raise anything
+            if out_of_memory(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"cannot load the T5 text encoder {str(source)!r}: {reason}") from error
         return cls(encoder.to(device).eval().requires_grad_(False), tokenizer, length, clean=clean)
 

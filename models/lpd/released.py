@@ -11,7 +11,8 @@ from torch import Tensor
 
 from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.lpd.model import LPD, LPDConfig
-from visacc.weights import load_checked, naming, read_weights, tensors_in
+from visacc.reading import naming
+from visacc.weights import load_checked, read_weights, tensors_in
 
 #: name -> (width, layers, heads)
 SIZES = {"l": (1024, 24, 16), "xl": (1280, 36, 20), "xxl": (1536, 48, 24)}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from visacc.models.nbp.gpt import NBP, PAD, NBPConfig
-from visacc.weights import load_checked, naming, read_weights, tensors_in
+from visacc.reading import naming
+from visacc.weights import load_checked, read_weights, tensors_in
 
 VIDEO_VOCAB, TEXT_VOCAB, TEXT_TOKENS = 64000, 32000, 8
 #: file -> heads (the only thing its tensors do not tell)

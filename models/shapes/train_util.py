@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from visacc.weights import read_weights
+from visacc.writing import write_torch
 
 
 def save_atomic(state: dict[str, Any], path: Path) -> None:
     """torch.save through a temporary file, so that an interrupted run never leaves half a checkpoint."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    write_torch(path, state)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:

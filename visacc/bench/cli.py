@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from visacc.reading import read_lines
+
 app = typer.Typer(help="Compare decoders.", no_args_is_help=True, add_completion=False)
 
 
@@ -76,7 +78,7 @@ def bench_prompts(model: Any, path: Path | None, per_task: int) -> list[Any]:
     if path is not None:
         if not path.is_file():
             raise ValueError(f"prompts file {path} does not exist")
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        lines = read_lines(path)
         if not lines:
             raise ValueError(f"{path} holds no prompts")
         return lines

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from visacc import __version__
 from visacc.bench.run import Bench, Row, spread, time_ratio
-from visacc.pictures import save_image, write_atomic
+from visacc.pictures import save_image
 from visacc.traces import encode_grid, environment
+from visacc.writing import write_atomic
 
 
 def to_dict(bench: Bench) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.models.base import ImageModel, Layout
-from visacc.pictures import write_atomic
-from visacc.weights import naming, read_weights
+from visacc.reading import naming
+from visacc.weights import read_weights
+from visacc.writing import write_safetensors
 
 Offset = tuple[int, int, int]
 
@@ -128,7 +128,7 @@ class NeighbourTables:
             "fingerprint": self.fingerprint,
             "guidance_scale": str(self.guidance_scale),
         }
-        write_atomic(Path(path), lambda p: save_file(tensors, p, metadata=meta))
+        write_safetensors(Path(path), tensors, meta)
 
     @classmethod
     def load(cls, path: str | Path) -> NeighbourTables:

@@ -6,18 +6,18 @@ drafters for LlamaGen, Anole and Lumina-mGPT and EAGLE-1/2 drafters are told apa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.drafters.config import DrafterConfig
 from visacc.drafters.network import EagleNetwork
-from visacc.weights import blank, naming, read_object, read_weights, tensors_in
+from visacc.reading import naming, read_object
+from visacc.weights import blank, read_weights, tensors_in
+from visacc.writing import write_json, write_safetensors
 
 OURS = "visacc_image_drafter"
 _GRIDS = {"t2i": (120, 16), "t2i2": (120, 32), "c2i": (1, 24)}
@@ -108,9 +108,5 @@ def released_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], folde
 def save_drafter(network: EagleNetwork, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Write ``config.json`` and ``model.safetensors`` atomically; :func:`load_drafter` reads them back."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in network.state_dict().items()}
-    temporary = folder / "model.safetensors.tmp"
-    save_file(state, temporary, metadata={"format": "pt"})
-    temporary.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({OURS: network.config.to_dict()}, indent=1) + "\n")
+    write_safetensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in network.state_dict().items()})
+    write_json(folder / "config.json", {OURS: network.config.to_dict()})

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visacc.reading import read_array
 from visacc.weights import read_weights
+from visacc.writing import write_safetensors
 
 K_MAX = 1024
 METRICS = ("given", "normalised")
@@ -110,21 +112,13 @@ def _sound(table: NeighbourTable, codes: int, want: int) -> bool:
 def _write(path: Path, digest: str, table: NeighbourTable) -> None:
     """Atomically; a cache that cannot be written costs a recomputation next time and nothing else."""
     tensors = {"neighbours": table.neighbours.cpu(), "distances": table.distances.cpu()}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"codebook": digest})
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError):
+        write_safetensors(path, tensors, {"codebook": digest})
 
 
 def read_released(path: str | Path, k: int = K_MAX) -> Tensor:
     """First k columns int32 of a released ``top_<n-1>_indices.npy`` (uint16, own code excluded)."""
-    try:
-        table = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: truncated or not an .npy table ({error})") from error
+    table = read_array(path, mapped=True)
     if table.ndim != 2 or table.dtype.kind not in "ui" or table.shape[1] != table.shape[0] - 1:
         raise ValueError(f"{path} must be an integer table [n, n - 1], got {table.dtype} {table.shape}")
     if table.size and not 0 <= int(table.min()) <= int(table.max()) < len(table):

@@ -273,8 +273,7 @@ def geneval(
     quiet: Quiet = False,
 ) -> None:
     """GenEval: six tasks and the overall score, with the original's result file and summary."""
-    import shutil
-
+    from visacc.eval.files import write_text
     from visacc.eval.prompts import load_prompts
     from visacc.eval.score import Task, geneval_results, score
     from visacc.eval.spec import check_spec
@@ -308,7 +307,7 @@ def geneval(
             print(summarise(read_results(path)).text())
             print()
             if results is not None:
-                shutil.copyfile(path, results)
+                write_text(results, path.read_text(encoding="utf-8"))
         _show(world, scores, out)
 
 

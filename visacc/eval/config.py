@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 
 from visacc.eval.prompts import PromptSet
 from visacc.metrics.protocol import digest
+from visacc.reading import read_text
 
 _KEYS = {
     "output": "folder of the run",
@@ -76,6 +79,12 @@ class Config:
         }
 
 
+MOST_CELLS = 1000
+"""Settings of one decoder entry beyond which its lists are taken for a mistake."""
+MOST_VALUES = 100_000
+"""Values of a whole file, repeated ones counted each time."""
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+=-]+", "-", text).strip("-") or "cell"
 
@@ -96,9 +105,13 @@ def expand(decoders: Any) -> tuple[Cell, ...]:
             raise ValueError(
                 f"decoder entry {name or spec!r} needs `decoder: NAME` and options, got {spec!r}"
             )
+        if not all(isinstance(k, str) for k in (name, *spec)):
+            raise ValueError(f"names and options of decoders are texts, got {name!r}: {spec!r}")
         decoder = str(spec.get("decoder", name))
         options = {k: v for k, v in spec.items() if k != "decoder"}
         swept = [k for k, v in options.items() if isinstance(v, list)]
+        if math.prod(len(options[k]) for k in swept) > MOST_CELLS:
+            raise ValueError(f"the lists of decoder {name or decoder} span more than {MOST_CELLS} settings")
         for values in itertools.product(*(options[k] for k in swept)):
             chosen = {**options, **dict(zip(swept, values, strict=True))}
             tail = [
@@ -131,14 +144,14 @@ def parse(data: Any, *, output: str | Path | None = None, base: Path = Path()) -
         value = data.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{key} must be a positive integer, got {value!r}")
-    if not isinstance(data.get("seed", 0), int):
-        raise ValueError(f"seed must be an integer, got {data['seed']!r}")
+    _check_kinds(data)
     if "pipeline" in data and "model" in data:
         raise ValueError("give either `model` or `pipeline`, not both")
-    metrics = data.get("metrics", [])
-    metrics = [{"metric": m} if isinstance(m, str) else m for m in metrics]
+    metrics = [{"metric": m} if isinstance(m, str) else m for m in data.get("metrics", [])]
     for m in metrics:
-        if not isinstance(m, Mapping) or not isinstance(m.get("metric"), str | list):
+        names = m.get("metric") if isinstance(m, Mapping) else None
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
             raise ValueError(f"a metric entry needs `metric: NAME` and options, got {m!r}")
     cells = expand(data["decoders"])
     baseline = data.get("baseline", cells[0].name)
@@ -163,6 +176,30 @@ def parse(data: Any, *, output: str | Path | None = None, base: Path = Path()) -
     )
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "output": (str | os.PathLike, "a folder"),
+    "model": (str, "a name, a folder or a file"),
+    "model_options": (Mapping, "a mapping of names to values"),
+    "pipeline": (str, "package.module:function"),
+    "prompts": (str | os.PathLike, "the name of a prompt set or a file"),
+    "limit": (int | None, "a number"),
+    "seed": (int, "an integer"),
+    "sampling": (Mapping, "a mapping of names to values"),
+    "metrics": (list | tuple, "a list"),
+    "baseline": (str, "the name of a decoder"),
+    "bootstrap": (bool, "true or false"),
+}
+
+
+def _check_kinds(data: Mapping[str, Any]) -> None:
+    for key, (kind, words) in _KINDS.items():
+        value = data.get(key)
+        if key in data and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise ValueError(f"{key} must be {words}, got {value!r}")
+        if isinstance(value, Mapping) and not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{key} must be {words}, got {value!r}")
+
+
 def _resolve(spec: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Paths of a metric entry made absolute where such a file exists beside the configuration."""
     return {
@@ -183,11 +220,30 @@ def load_config(path: str | Path, output: str | Path | None = None) -> Config:
         import yaml
     except ImportError as error:
         raise ImportError("reading configurations needs PyYAML: pip install 'visacc[eval]'") from error
+    text = read_text(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    return parse(data, output=output, base=path.parent)
+        data = yaml.safe_load(text)  # safe: tags that would build Python objects are errors
+    except Exception as error:  # values that only look like dates or numbers raise anything
+        raise ValueError(f"{path} is not valid YAML: {error or type(error).__name__}") from error
+    _check_amount(path, data)
+    try:
+        return parse(data, output=output, base=path.parent)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_amount(path: Path, data: Any) -> None:
+    """Aliases let a short file stand for billions of values, or for itself."""
+    todo, count = [data], 0
+    while todo:
+        count += 1
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            todo += value
+        if count + len(todo) > MOST_VALUES:
+            raise ValueError(f"{path} stands for more than {MOST_VALUES:,} values; does it repeat itself?")
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from visacc.eval.files import read_json, write_atomic, write_json
 from visacc.eval.world import World
 from visacc.metrics.extractors.base import Extractor
 from visacc.metrics.scores import FeatureSet
+from visacc.reading import naming, read_array, read_arrays
 
 BATCH = 32
 
@@ -46,7 +47,8 @@ class ExtractorInfo(Extractor):
 
     @classmethod
     def read(cls, path: Path) -> ExtractorInfo:
-        return cls(**read_json(path))
+        with naming(path):
+            return cls(**read_json(path))
 
     @classmethod
     def of(cls, extractor: Extractor) -> ExtractorInfo:
@@ -94,11 +96,16 @@ def extract(
         _drop_chunks(folder)
     world.barrier()
     summary, info = read_json(done), ExtractorInfo.read(folder / "extractor.json")
+    if not isinstance(summary, dict) or not {"images", "rows"} <= summary.keys():
+        raise ValueError(f"{done} is damaged: remove {folder} and run again")
     if summary["images"] != len(source):
         raise ValueError(
             f"{folder} holds features of {summary['images']} images, the set has {len(source)} now"
         )
-    rows = {head: np.load(folder / f"{head}.npy", mmap_mode="r") for head in info.heads}
+    rows = {head: read_array(folder / f"{head}.npy", mapped=True) for head in info.heads}
+    for head, width in info.heads.items():
+        if rows[head].shape != (summary["rows"], width):
+            raise ValueError(f"{folder / head}.npy is damaged: remove {folder} and run again")
     return FeatureSet(summary["rows"], info.id, name, rows), info
 
 
@@ -142,9 +149,9 @@ def _join(folder: Path, chunks: Chunks) -> None:
     heads = ExtractorInfo.read(folder / "extractor.json").heads
     counts, skipped = [], []
     for path in chunks.paths():
-        with np.load(path) as data:
-            counts.append(len(data[next(iter(heads))]) if next(iter(heads)) in data.files else 0)
-            skipped += [str(s) for s in data["skipped"]]
+        data = read_arrays(path)
+        counts.append(len(data[next(iter(heads))]) if next(iter(heads)) in data else 0)
+        skipped += [str(s) for s in data["skipped"]]
     total = sum(counts)
     if total == 0:
         raise ValueError(f"no image of the set could be read (first: {skipped[0] if skipped else '?'})")
@@ -155,8 +162,7 @@ def _join(folder: Path, chunks: Chunks) -> None:
             at = 0
             for path, count in zip(chunks.paths(), counts, strict=True):
                 if count:
-                    with np.load(path) as data:
-                        table[at : at + count] = data[head]
+                    table[at : at + count] = read_arrays(path)[head]
                 at += count
             table.flush()
 

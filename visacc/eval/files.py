@@ -1,37 +1,21 @@
-"""Files that survive a kill: written whole or not at all, leftovers swept."""
+"""The files of an evaluation run: written whole or not at all (:mod:`visacc.writing`)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PART = ".part"
+from visacc.writing import sweep, write_atomic, write_text
+from visacc.writing import write_json as _write_json
 
-
-def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` fills a temporary neighbour, which then replaces `path`. A kill leaves a hidden `.part`
-    file at most.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.{os.getpid()}{_PART}{path.suffix}")
-    try:
-        write(part)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
+__all__ = ["file_sha256", "read_json", "sweep", "write_atomic", "write_json", "write_png", "write_text"]
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    """Keys in order, so that equal results are equal bytes."""
+    _write_json(path, data, sort_keys=True)
 
 
 def write_png(path: Path, image: Any) -> None:
@@ -42,16 +26,8 @@ def write_png(path: Path, image: Any) -> None:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-
-
-def sweep(folder: Path) -> int:
-    """Remove what killed writers left in a folder and below; returns how many files."""
-    leftovers = [f for f in folder.rglob(f".*{_PART}*") if f.is_file()]
-    for f in leftovers:
-        f.unlink(missing_ok=True)
-    return len(leftovers)
 
 
 def file_sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ from visacc.eval.world import World, refuse_memory
 from visacc.metrics.geneval.layout import metadata_text, prompt_folder, sample_path
 from visacc.noise import sample_seed
 from visacc.pipeline import TextToImagePipeline
+from visacc.reading import naming
 from visacc.traces import TRACED, encode_grid, environment
 
 FORMAT = 1
@@ -190,7 +191,10 @@ def generate_cell(
         seeds = [image_seed(config.seed, i) for i in index]
         begun = time.perf_counter()
         assert pipe is not None
-        result = pipe([images.text(i) for i in index], seed=seeds, output_type="pil", **config.sampling)
+        options = dict(config.sampling)
+        if isinstance(pipe, TextToImagePipeline):
+            options["batch_size"] = len(index)  # a chunk is decoded as one batch
+        result = pipe([images.text(i) for i in index], seed=seeds, output_type="pil", **options)
         seconds = time.perf_counter() - begun
         if len(result.images) != len(index):
             raise RuntimeError(f"the pipeline gave {len(result.images)} images for {len(index)} prompts")
@@ -238,10 +242,20 @@ def drop_damaged(folder: Path, chunks: Chunks) -> int:
     for path in chunks.paths():
         if not path.exists():
             continue
-        for row in read_json(path)["images"]:
-            file = folder / row["file"]
-            if not file.exists() or file.stat().st_size != row["bytes"]:
-                path.unlink()
-                dropped += 1
-                break
+        if not _sound(path, folder):
+            path.unlink()
+            dropped += 1
     return dropped
+
+
+def _sound(path: Path, folder: Path) -> bool:
+    """Whether a chunk's record can be read and its files are those it lists."""
+    try:
+        with naming(path):
+            for row in read_json(path)["images"]:
+                file = folder / row["file"]
+                if not file.exists() or file.stat().st_size != row["bytes"]:
+                    return False
+    except ValueError:
+        return False
+    return True

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from visacc.metrics.protocol import digest
+from visacc.reading import naming, read_lines, read_objects
 
 Metadata = dict[str, Any]
+MOST = 10_000_000
+"""Prompts beyond which class labels are taken for a slip of the pen."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,11 @@ def _labels(source: str) -> PromptSet:
     error.
     """
     count, _, each = source.removeprefix("labels:").partition("x")
-    if not count.isdigit() or (each and not each.isdigit()):
+    if not count.isdecimal() or (each and not each.isdecimal()):
         raise ValueError(f"class labels are given as labels:CLASSES or labels:CLASSESxEACH, got {source!r}")
-    repeat = int(each) if each else 1
+    repeat = int(each[:20]) if each else 1
+    if int(count[:20]) * repeat > MOST:
+        raise ValueError(f"{source} asks for more than {MOST:,} images")
     return PromptSet(source, tuple(label for label in range(int(count)) for _ in range(repeat)))
 
 
@@ -89,24 +94,33 @@ def _from_file(path: Path) -> PromptSet:
         raise ValueError(
             f"no prompt file {path}; known sets: geneval, shapes, shapes-heldout, labels:CLASSES[xEACH]"
         )
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} holds no prompts")
     if path.suffix != ".jsonl":
+        lines = read_lines(path)
+        if not lines:
+            raise ValueError(f"{path} holds no prompts")
         return PromptSet(path.name, tuple(lines))
-    items = []
-    for number, line in enumerate(lines, 1):
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(item, dict) or not str(item.get("prompt", "")).strip():
+    from visacc.metrics.geneval.logic import validate
+
+    items, numbers = [], []
+    for number, item in read_objects(path):
+        if not isinstance(item.get("prompt"), str | int) or not str(item["prompt"]).strip():
             raise ValueError(f"{path}, line {number}: no `prompt`")
+        with naming(f"{path}, line {number}"):
+            json.dumps(item, ensure_ascii=False).encode(
+                "utf-8"
+            )  # half a surrogate pair can be in no file of a run
+            if "include" in item:
+                validate(item, None)
         items.append(item)
+        numbers.append(number)
+    if not items:
+        raise ValueError(f"{path} holds no prompts")
     judged = [i for i, item in enumerate(items) if "include" in item]
     if judged and len(judged) != len(items):
         odd = next(i for i, item in enumerate(items) if "include" not in item)
-        raise ValueError(f"{path}: line {odd + 1} has no GenEval clauses while line {judged[0] + 1} has")
+        raise ValueError(
+            f"{path}: line {numbers[odd]} has no GenEval clauses while line {numbers[judged[0]]} has"
+        )
     if not judged:
         return PromptSet(path.name, tuple(str(item["prompt"]) for item in items))
     return _from_metadata(path.name, items)

@@ -16,7 +16,7 @@ from visacc.eval.prompts import PromptSet
 from visacc.eval.world import World
 from visacc.metrics.extractors.base import Extractor
 from visacc.metrics.images import ImageFolder
-from visacc.metrics.npz import NpzImages, file_digest, load_stats
+from visacc.metrics.npz import NpzImages, file_digest, load_stats, members
 from visacc.metrics.protocol import digest
 from visacc.metrics.scores import FeatureSet
 
@@ -37,11 +37,7 @@ def is_statistics(path: str | Path) -> bool:
     """Whether a .npz file holds mu and sigma."""
     if Path(path).suffix != ".npz":
         return False
-    try:
-        with np.load(path) as data:
-            return "mu" in data.files
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+    return "mu" in members(path)
 
 
 def statistics_set(path: str | Path, extractor: Extractor, heads: Sequence[str]) -> FeatureSet:

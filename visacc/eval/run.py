@@ -59,7 +59,9 @@ def _check(config: Config, prompts: PromptSet) -> None:
             raise ValueError(f"{names[0]} needs text prompts; {prompts.name} holds class labels")
         if total < 2 and any(n not in ("geneval", "clip", "hps") for n in names):
             raise ValueError(f"{', '.join(names)} needs at least 2 images, this run makes {total}")
-        size = spec.get("kid", {}).get("subset_size", 1000) if "kid" in names else 0
+        size = spec.get("kid", {}).get("subset_size", 1000) if "kid" in names else 1
+        if type(size) is not int or size < 1:
+            raise ValueError(f"the subset_size of kid must be a positive integer, got {size!r}")
         if size > total:
             raise ValueError(
                 f"kid draws subsets of {size} images, this run makes {total}: set kid: {{subset_size: ...}}"

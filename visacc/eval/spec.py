@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,35 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         raise ValueError(
             f"metric entry {names}: unknown key {unknown[0]!r}; known: {', '.join(sorted(allowed))}"
         )
+    _check_kinds(names, spec)
     _check_values(names, spec)
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "extractor_options": (Mapping, "a mapping of names to values"),
+    "detector_options": (Mapping, "a mapping of names to values"),
+    "thresholds": (Mapping, "a mapping of names to values"),
+    "weights": (str | os.PathLike, "a file"),
+    "colour_weights": (str | os.PathLike, "a file"),
+    "reference": (str | os.PathLike, "a folder, an .npz file or shapes:COUNT"),
+    "mixed_sizes": (bool, "true or false"),
+    "model": (str, "a name"),
+    "colour_model": (str, "a name"),
+    "batch": (int, "a positive integer"),
+    **dict.fromkeys(NEEDS, (Mapping, "a mapping of names to values")),
+}
+
+
+def _check_kinds(names: Sequence[str], spec: Mapping[str, Any]) -> None:
+    for key, (kind, words) in _KINDS.items():
+        value = spec.get(key)
+        wrong = not isinstance(value, kind)
+        if kind is int and not wrong:
+            wrong = isinstance(value, bool) or value < 1
+        if isinstance(value, Mapping):
+            wrong = wrong or not all(isinstance(name, str) for name in value)
+        if key in spec and wrong:
+            raise ValueError(f"metric entry {names}: {key} must be {words}, got {value!r}")
 
 
 def _check_values(names: Sequence[str], spec: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from visacc.eval.files import read_json
 from visacc.metrics.protocol import Score, columns
+from visacc.reading import naming
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class Speed:
         steps: list[int] = []
         tokens, images = None, 0
         for path in sorted((cell / "chunks").glob("*.json")):
-            chunk = read_json(path)
-            tokens = chunk.get("tokens", tokens)
-            images += len(chunk["images"])
-            steps += [row["steps"] for row in chunk["images"] if "steps" in row]
+            with naming(path):
+                chunk = read_json(path)
+                tokens = chunk.get("tokens", tokens)
+                images += len(chunk["images"])
+                steps += [row["steps"] for row in chunk["images"] if "steps" in row]
         timing = [read_json(p) for p in sorted((cell / "timing").glob("*.json"))]
         timed = sum(t["images"] for t in timing)
         seconds = sum(t["seconds"] for t in timing) / timed if timed else None

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from visacc import __version__
-from visacc.pictures import write_atomic
 from visacc.report import figures
 from visacc.report.model import Column, Method, Number, Report
 from visacc.report.pictures import embed, gallery, heat, load
 from visacc.report.read import load as read_runs
 from visacc.report.sources import address, sources
+from visacc.writing import write_atomic
 
 PICTURES, SIDE = 12, 384
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from visacc.pictures import colourise
+from visacc.pictures import colourise, rgb
 from visacc.report.model import Method, Picture
 from visacc.traces import spaced
 
@@ -56,10 +56,12 @@ def load(path: Path) -> Image.Image:
                 raise ValueError(
                     f"{path} has {image.width} x {image.height} pixels, more than a report takes"
                 )
-            return image.convert("RGB")
+            return rgb(image)
     except Image.DecompressionBombError:
         raise ValueError(f"{path} has more pixels than a report takes") from None
-    except (OSError, SyntaxError) as error:
+    except Exception as error:  # decoders raise anything on damaged files
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
         raise ValueError(f"{path} is not a readable picture: {error}") from None
 
 

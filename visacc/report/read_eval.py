@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visacc.reading import naming
 from visacc.report.model import (
     Column,
     Method,
@@ -153,29 +154,33 @@ def _paired(rows: Sequence[Mapping[str, Any]], baseline: str) -> Table | None:
 
 # ---- cells ------------------------------------------------------------------------------------------------
 def _settings(cell: Path) -> dict[str, Any]:
-    found = dict(read_json(cell / "manifest.json")["settings"])
-    for key in ("decoder", "decoder_options"):  # these differ from row to row
-        found.pop(key, None)
-    sampling = found.pop("sampling", {})
-    return {**found, **{f"sampling: {k}": v for k, v in sampling.items()}}
+    path = cell / "manifest.json"
+    with naming(path):
+        found = dict(read_json(path)["settings"])
+        for key in ("decoder", "decoder_options"):  # these differ from row to row
+            found.pop(key, None)
+        sampling = found.pop("sampling", {})
+        return {**found, **{f"sampling: {k}": v for k, v in sampling.items()}}
 
 
 def _environment(cell: Path) -> dict[str, Any]:
     for path in sorted((cell / "timing").glob("*.json")):
-        return dict(read_json(path).get("environment", {}))
+        with naming(path):
+            return dict(read_json(path).get("environment", {}))
     return {}
 
 
 def _method(row: Mapping[str, Any], cell: Path) -> Method:
     method = Method(row["name"], row["decoder"], tokens=row["speed"]["compression"])
     for path in sorted((cell / "chunks").glob("*.json")):
-        chunk = read_json(path)
-        method.lossless = chunk.get("lossless", method.lossless)
-        _add(method.histogram, chunk.get("committed_histogram", []))
-        for image in chunk["images"]:
-            if len(method.pictures) < TRACED:
-                picture = _picture(image, cell)
-                method.pictures[picture.prompt, picture.seed] = picture
+        with naming(path):
+            chunk = read_json(path)
+            method.lossless = chunk.get("lossless", method.lossless)
+            _add(method.histogram, chunk.get("committed_histogram", []))
+            for image in chunk["images"]:
+                if len(method.pictures) < TRACED:
+                    picture = _picture(image, cell)
+                    method.pictures[picture.prompt, picture.seed] = picture
     method.mean_grid = mean_map(method.pictures.values())
     method.tokens = mean_length(method.histogram) or method.tokens
     return method

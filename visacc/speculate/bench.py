@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from visacc.pictures import read_image
 from visacc.speculate.api import Speculator
 from visacc.speculate.params import TextParams, eos_ids
 from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
@@ -94,7 +95,7 @@ def _inputs(
         files = sorted(p for p in images.iterdir() if p.suffix.lower() in PICTURES)[:count]
         if not files:
             raise ValueError(f"{images} holds no pictures ({', '.join(PICTURES)})")
-        pictures = [Image.open(p).convert("RGB") for p in files]
+        pictures = [read_image(p) for p in files]
     elif model == EMBEDDED:
         from visacc.models.vlm.scenes import draw_scene, picture
 

@@ -8,19 +8,19 @@ ignored: the target's own are used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from visacc.reading import naming, read_object
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
-from visacc.weights import check_state, meta_module, naming, read_object, read_weights, tensors_in
+from visacc.weights import check_state, meta_module, read_weights, tensors_in
+from visacc.writing import write_json, write_safetensors
 
 OURS = "visacc_drafter"
 FORMAT_VERSION = 1
@@ -245,18 +245,15 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: torch.dtype | N
     :func:`load_drafter`.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     names = official_names(drafter)
     state = {}
     for ours, value in drafter.state_dict().items():
         cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        state[names[ours]] = cast.contiguous()
-    temporary = folder / "model.safetensors.tmp"
-    save_file(state, temporary)
-    temporary.replace(folder / "model.safetensors")
+        state[names[ours]] = cast
+    write_safetensors(folder / "model.safetensors", state)
     config = {
         OURS: drafter.config.to_dict(),
         "format_version": FORMAT_VERSION,
         "architectures": ["VisaccDrafter"],
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_json(folder / "config.json", config)

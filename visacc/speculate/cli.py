@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
+
+from visacc.reading import as_object
+from visacc.writing import write_json
 
 app = typer.Typer(help="Vision-language models.", no_args_is_help=True, add_completion=False)
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -23,20 +26,58 @@ def _dtype(name: str | None) -> Any:
 
 
 def _done(out: Path) -> set[tuple[str, str]]:
-    """(image, prompt) pairs that a JSONL file already answers."""
+    """(image, prompt) pairs that a JSONL file already answers.
+
+    A last line that a kill or a full disk left unfinished is cut off, once all lines before it have turned out to be ours.
+    """
     if not out.exists():
         return set()
-    known = set()
-    for number, line in enumerate(out.read_text().splitlines(), 1):
+    try:
+        data = out.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {out}: {error.strerror or error}") from error
+    known: set[tuple[str, str]] = set()
+    *whole, last = data.split(b"\n")
+    for number, line in enumerate(whole, 1):
+        if line.strip():
+            _note(known, line, f"{out}, line {number}")
+    if last:
+        begin = b'{"image":'
+        if not (last.startswith(begin) or begin.startswith(last)):
+            _note(known, last, f"{out}, line {len(whole) + 1}")
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{out}, line {number} is not JSON; remove it or write to another file"
-            ) from error
-        if "text" in row:
-            known.add((row["image"], row["prompt"]))
+            _note(known, last, "")
+            end = b"\n"
+        except ValueError:
+            end = b""
+        with out.open("r+b") as file:
+            file.seek(len(data) if end else len(data) - len(last))
+            file.write(end)
+            file.truncate()
     return known
+
+
+def _note(known: set[tuple[str, str]], line: bytes, where: str) -> None:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is no text in UTF-8; remove it or write to another file") from error
+    try:
+        row = as_object(text, where)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove it or write to another file") from error
+    if not (isinstance(row.get("image"), str) and isinstance(row.get("prompt"), str)):
+        raise ValueError(f"{where} names no image and prompt; write to another file")
+    if "text" in row:
+        known.add((row["image"], row["prompt"]))
+
+
+def _opened(out: Path) -> IO[str]:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write to {out}: {error.strerror or error}") from error
 
 
 @app.command("caption")
@@ -92,7 +133,7 @@ def caption(
         "top_p": top_p,
     }
     options["repetition_penalty"] = repetition_penalty
-    sink = out.open("a") if out is not None else None
+    sink = _opened(out) if out is not None else None
     try:
         with Progress(console=console, disable=not progress) as bar:
             task = bar.add_task("captions", total=len(left))
@@ -132,6 +173,9 @@ def train_drafter_command(
     store: Annotated[
         Path | None, typer.Option(help="Folder of features, written once, then read in place of the target.")
     ] = None,
+    prune: Annotated[
+        float | None, typer.Option(help="dream: share of the picture's tokens that the drafter keeps.")
+    ] = None,
     shard: Annotated[
         bool, typer.Option(help="Several processes: spread the drafter over them (FSDP2).")
     ] = False,
@@ -145,6 +189,8 @@ def train_drafter_command(
     """
     from visacc.speculate.train_run import train_from_files
 
+    if prune is not None and method != "dream":
+        raise ValueError(f"only dream drafters prune picture tokens, not {method!r}")
     train_from_files(
         method,
         target,
@@ -159,6 +205,7 @@ def train_drafter_command(
         check_every=check_every,
         store=store,
         shard=shard,
+        config=None if prune is None else {"prune": prune},
         device=device,
         dtype=_dtype(dtype),
     )
@@ -227,4 +274,4 @@ def bench_command(
     )
     print_table(report)
     if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(out, report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visacc.models.vlm.families import placeholder_ids
 from visacc.models.vlm.target import VLMTarget
+from visacc.reading import read_object
 from visacc.speculate.loop import generate
 from visacc.speculate.losses import DraftBatch, attention_entropy, candidate_layers, entropy_choice
 from visacc.speculate.params import TextParams
 from visacc.speculate.views import PromptView, TargetFeatures
-from visacc.weights import read_object, read_weights
+from visacc.weights import read_weights
+from visacc.writing import write_json, write_safetensors
 
 FORMAT = 1
 
@@ -147,7 +147,7 @@ class OnlineHarvester:
         count = 0
         for done in batches:
             for b in range(done.view.batch):
-                save_file(_sample(done, b), folder / f"sample-{count:06d}.safetensors")
+                write_safetensors(folder / f"sample-{count:06d}.safetensors", _sample(done, b))
                 count += 1
         header = {
             "format": FORMAT,
@@ -157,7 +157,7 @@ class OnlineHarvester:
             "last_is_post_norm": True,
             "samples": count,
         }
-        (folder / "header.json").write_text(json.dumps(header, indent=1) + "\n")
+        write_json(folder / "header.json", header)
         return count
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from visacc.memory import in_batches
 from visacc.models.vlm.families import placeholder_ids
+from visacc.pictures import read_image, rgb
 from visacc.speculate.api import Speculator
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.loop import Stop, TextStats
@@ -125,7 +127,7 @@ class CaptionPipeline:
         on_caption: Callable[[Caption], object] | None = None,
         **options: Any,
     ) -> Iterator[Caption]:
-        """As :meth:`__call__`, batch by batch."""
+        """As :meth:`__call__`, batch by batch. A batch that does not fit into memory is answered in halves."""
         rows = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
         if len(rows) != len(images):
             raise ValueError(
@@ -134,9 +136,13 @@ class CaptionPipeline:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         params = from_generation_config(self.model.generation_config, 0, **{"max_new_tokens": 128, **options})
-        for first in range(0, len(rows), batch_size):
-            jobs = [_read(images[i], rows[i], i) for i in range(first, min(first + batch_size, len(rows)))]
+
+        def answered(first: int, stop: int) -> list[_Job]:
+            jobs = [_read(images[i], rows[i], i) for i in range(first, stop)]
             self._answer(jobs, params, seed + first)
+            return jobs
+
+        for _, _, jobs in in_batches(len(rows), batch_size, answered, what="pictures"):
             for job in jobs:
                 if on_caption is not None:
                     on_caption(job.caption)
@@ -229,16 +235,12 @@ def _read(source: Picture | Sequence[Picture] | None, prompt: str, number: int) 
     job = _Job(Caption(", ".join(names) or f"#{number}", prompt))
     for item in group:
         if isinstance(item, Image.Image):
-            job.pictures.append(item.convert("RGB"))
+            job.pictures.append(rgb(item))
             continue
         try:
-            with Image.open(item) as image:
-                job.pictures.append(image.convert("RGB"))
-        except FileNotFoundError:
-            job.caption.error = f"{item}: no such file"
-        except (UnidentifiedImageError, OSError, ValueError) as error:
-            reason = "not a picture" if isinstance(error, UnidentifiedImageError) else str(error)
-            job.caption.error = f"{item}: cannot be read ({reason})"
+            job.pictures.append(read_image(item))
+        except ValueError as error:
+            job.caption.error = str(error)
     return job
 
 
@@ -256,10 +258,13 @@ def load_vlm(name: str, *, device: str | None = None, dtype: torch.dtype | None 
         return captioner, processor
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+    from visacc.models.hf.detect import guarded
     from visacc.models.vlm.families import family_of
 
-    family_of(AutoConfig.from_pretrained(name))  # refuse before the weights are read
+    # refuse before the weights are read
+    family_of(guarded(name, lambda: AutoConfig.from_pretrained(name)))
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype or "auto")
+    load = AutoModelForImageTextToText.from_pretrained
+    model: Any = guarded(name, lambda: load(name, dtype=dtype or "auto"))
     model.to(where).eval()
-    return model, AutoProcessor.from_pretrained(name)
+    return model, guarded(name, lambda: AutoProcessor.from_pretrained(name))

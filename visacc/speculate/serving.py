@@ -12,20 +12,19 @@ every reason. What was written is read back and compared before the export count
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.drafters.checkpoint import OURS as IMAGE_DRAFTER
 from visacc.speculate.checkpoints import load_drafter, official_names, read_files
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
+from visacc.writing import write_json, write_safetensors
 
 FORMATS = ("speculators", "eagle3-sglang", "eagle-sglang")
 _EAGLE3 = ("speculators", "eagle3-sglang")
@@ -114,11 +113,8 @@ def export_drafter(
     else:
         written = _sglang(c, shape, format)
     written["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(written, indent=1) + "\n")
-    temporary = out / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(out / "model.safetensors")
+    write_json(out / "config.json", written)
+    write_safetensors(out / "model.safetensors", tensors)
     _read_back(out, drafter, dtype)
     return Exported(out, format, tuple(_notes(c, format)))
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visacc.decoders.ar import AR
@@ -22,6 +21,7 @@ from visacc.models.base import Conditioning, ImageModel, Proposal
 from visacc.sampling import SamplingParams
 from visacc.train.loss import DraftBatch
 from visacc.weights import read_weights
+from visacc.writing import write_safetensors
 
 
 @torch.no_grad()
@@ -149,9 +149,7 @@ class Harvest:
                 return prompts, tensors["codes"].to(self.model.device)
         _, codes = self.sample(first, self.pool)
         if path is not None:
-            temporary = path.with_suffix(".tmp")
-            save_file({"codes": codes.cpu()}, temporary, metadata={"key": key})
-            temporary.replace(path)
+            write_safetensors(path, {"codes": codes}, {"key": key})
         return prompts, codes
 
     def _orders(self, pool_index: int) -> Iterator[Tensor]:

@@ -7,11 +7,14 @@ are those of the published recipes; runs resume from their folder.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from visacc.reading import read_array
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +32,11 @@ def read_codes(folder: Path, vocab: int, tokens: int) -> Tensor:
     file = folder / "codes.npy"
     if not file.is_file():
         raise ValueError(f"{folder} holds no codes.npy")
-    array = np.load(file)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{file} must hold integers, not {array.dtype}")
+    array = read_array(file)
+    if array.dtype.kind not in "iu" or array.ndim < 2 or not array.size:
+        raise ValueError(
+            f"{file} must hold integers [count, codes], got {array.dtype} of shape {array.shape}"
+        )
     codes = torch.from_numpy(array.astype(np.int64)).flatten(1)
     if codes.shape[1] != tokens:
         raise ValueError(f"{file} has {codes.shape[1]} codes a sample, the model {tokens}")
@@ -47,7 +52,12 @@ def _column(folder: Path, name: str, count: int) -> Tensor | None:
     file = folder / name
     if not file.is_file():
         return None
-    values = torch.from_numpy(np.load(file).astype(np.int64))
+    array = read_array(file)
+    if array.dtype.kind not in "iu" or not array.ndim:
+        raise ValueError(
+            f"{file} must hold integers, a row a sample, got {array.dtype} of shape {array.shape}"
+        )
+    values = torch.from_numpy(array.astype(np.int64))
     if len(values) != count:
         raise ValueError(f"{file} has {len(values)} rows, codes.npy {count}")
     return values
@@ -78,20 +88,23 @@ def lpd(
 
     refuse_several("visacc train lpd")
     where = _device(device)
-    if start is not None:
-        model = load_lpd(start)
-        model = model if model.config.grid == grid else upscale(model, grid)
+    _positive(grid=grid, vocab=vocab, classes=classes, batch=batch, epochs=epochs, lr=lr)
+    old = load_lpd(start) if start is not None else None
+    if old is not None:
+        config = replace(old.config, grid=grid)
     else:
         width, depth, heads = SIZES[size] if size in SIZES else _numbers(size)
-        model = LPD(LPDConfig(width, depth, heads, vocab, classes, grid))
-    model = model.to(where)
-    codes = read_codes(data, model.config.vocab, model.config.tokens)
+        config = LPDConfig(width, depth, heads, vocab, classes, grid)
+    # a wrong folder must not cost the time and the memory of building the model
+    codes = read_codes(data, config.vocab, config.tokens)
     given = _column(data, "labels.npy", len(codes))
     labels = torch.full((len(codes),), -1) if given is None else given
-    if int(labels.max()) >= model.config.classes:
-        raise ValueError(
-            f"labels.npy has class {int(labels.max())}, the model {model.config.classes} classes"
-        )
+    if int(labels.max()) >= config.classes:
+        raise ValueError(f"labels.npy has class {int(labels.max())}, the model {config.classes} classes")
+    if old is None:
+        model = LPD(config).to(where)
+    else:
+        model = (old if old.config.grid == grid else upscale(old, grid)).to(where)
     lists = training_lists(model.config.tokens)
     peak = lr if lr is not None else 1e-4 * batch / 256
     per_epoch = max(len(codes) // min(batch, len(codes)), 1)
@@ -150,6 +163,9 @@ def nbp(
     refuse_several("visacc train nbp")
     where = _device(device)
     t, h, w = _numbers(grid)
+    _positive(block=block, video_vocab=video_vocab, steps=steps, batch=batch, lr=lr, heads=heads)
+    if not 0 <= cond_drop < 1:
+        raise ValueError(f"--cond-drop must lie in [0, 1), got {cond_drop}")
     shape: dict[str, Any] = {
         "heads": heads,
         "grid": (t, h, w),
@@ -190,15 +206,21 @@ def nbp(
     _save(out / "nbp.safetensors", {f"transformer.{k}": v for k, v in model.state_dict().items()})
 
 
+def _positive(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be a positive number, got {value}")
+
+
 def _numbers(text: str) -> tuple[int, int, int]:
     parts = text.split(":")
-    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+    if len(parts) != 3 or not all(p.isdecimal() and len(p) < 10 and int(p) > 0 for p in parts):
         raise ValueError(f"expected three numbers a:b:c, got {text!r}")
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
 def _save(path: Path, state: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
+    from visacc.writing import write_safetensors
 
-    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, path)
+    write_safetensors(path, state)
     print(f"wrote {path}")
