@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--vq-steps", type=int, default=VQTraining.steps)
     parser.add_argument("--vq-images", type=int, default=VQTraining.images)
-    parser.add_argument("--images", type=int, default=80_000, help="scenes the GPT is trained on")
+    parser.add_argument("--images", type=int, default=190_000, help="scenes the GPT is trained on")
     parser.add_argument("--per-task", type=int, default=96, help="judged pictures per task and list")
     parser.add_argument(
         "--test-scenes", type=int, default=500, help="unseen scenes for losses and reconstruction"

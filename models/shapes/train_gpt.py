@@ -85,7 +85,8 @@ BOUND = ("position", "color_attr")
 _LATE = Phase(steps=300, muon_lr=0.005, adam_lr=8e-4, hold=500, fade=800, object_weight=3.0, contrast=0.06)
 #: A pass at a high rate, then one that leans on the tokens that decide what is drawn, then a text encoder
 #: that knows what captions mean, then captions that say something else, then a text encoder that shows plainly
-#: what belongs to what, then many captions where that matters, and at last scenes never seen before.
+#: what belongs to what, then many captions where that matters, then scenes never seen before, and at last few
+#: of the captions that bind, so that counting is not forgotten.
 PHASES = (
     Phase(steps=1800, muon_lr=0.01, adam_lr=1.5e-3, hold=1080, fade=720),
     Phase(steps=500, muon_lr=0.004, adam_lr=6e-4, hold=0, fade=1050, object_weight=3.0),
@@ -95,6 +96,11 @@ PHASES = (
     replace(_LATE, steps=1200, hold=450, fade=750, bound=0.6),
     replace(
         _LATE, steps=600, muon_lr=0.004, adam_lr=6e-4, hold=200, fade=400, bound=0.2, scenes=(40_000, 80_000)
+    ),
+    replace(_LATE, steps=900, hold=350, fade=550, bound=0.3, scenes=(80_000, 140_000)),
+    replace(_LATE, steps=600, hold=200, fade=400, bound=0.4, scenes=(140_000, 190_000)),
+    replace(
+        _LATE, steps=250, muon_lr=0.003, adam_lr=5e-4, hold=50, fade=200, bound=0.05, scenes=(80_000, 190_000)
     ),
 )
 
