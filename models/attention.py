@@ -21,20 +21,24 @@ def slot_index(slots: Tensor, cache: Tensor) -> Tensor:
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int
+    q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, index: Tensor | None, bias: Tensor | None, limit: int
 ) -> Tensor:
     """Write k and v into the cache, then attend to its slots below ``limit``.
 
     Args:
         q: [R, H, N, hd]; k, v: [R, Hkv, N, hd].
         layer_kv: [2, R, Hkv, S, hd], changed in place.
-        index: see :func:`slot_index`.
-        bias: additive mask [R, 1, N, limit].
+        index: see :func:`slot_index`; ``None`` for the N slots before ``limit``, in order.
+        bias: additive mask [R, 1, N, limit]; ``None`` if everything below ``limit`` is seen.
 
     Returns:
         [R, N, H * hd].
     """
-    layer_kv.scatter_(3, index, torch.stack((k, v)).to(layer_kv.dtype))
+    if index is None:
+        layer_kv[0, :, :, limit - k.shape[2] : limit] = k
+        layer_kv[1, :, :, limit - v.shape[2] : limit] = v
+    else:
+        layer_kv.scatter_(3, index, torch.stack((k, v)).to(layer_kv.dtype))
     keys, values = layer_kv[:, :, :, :limit].unbind(0)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(2)

@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from visacc.sharding import Shards
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class Proposal:
         special: int64 [N], the same for all rows: -1 feeds the node's code, j >= 0 feeds the model's special input j
             instead (LPD's query vector, the middle tokens of next-block models).
         outputs: int64 [M], nodes whose logits are wanted; ``None`` for all.
+        full: a promise that lets adapters skip the mask: all rows stand at the same place, ``reach`` is exact, and every node
+            sees everything below it. The other fields say the same.
     """
 
     tokens: Tensor
@@ -118,6 +123,7 @@ class Proposal:
     reach: int | None = None
     special: Tensor | None = None
     outputs: Tensor | None = None
+    full: bool = False
 
     @property
     def size(self) -> int:
@@ -196,6 +202,22 @@ class Conditioning:
     has_uncond: bool = True
 
 
+@dataclass(frozen=True)
+class LayerStack:
+    """The part of a network that can be spread over processes.
+
+    Attributes:
+        root: the module that runs the layers.
+        layers: equal layers, each run once in every forward, in this order.
+        entry, layer_entry: the methods that decoding calls on the root and on a layer.
+    """
+
+    root: torch.nn.Module
+    layers: Sequence[torch.nn.Module]
+    entry: str = "forward"
+    layer_entry: str = "forward"
+
+
 class ImageModel(ABC):
     """Adapter around one target model. Everything a decoder may rely on.
 
@@ -210,6 +232,7 @@ class ImageModel(ABC):
         block: tokens that one block predicts at once (next-block models), 1 for next-token models.
         static_shapes: set by :meth:`compile`: forwards want the same shapes every step, so the engine gives them the whole
             cache, keeps finished rows in the batch and asks for proposals of full width.
+        shards: set where the layers are spread over processes.
         pixel_rule: how the family's own programs make bytes of pixels, since published image distances depend on it:
             "round" (255 p, ties to even), "half-up" (floor(255 p + 0.5)) or "floor" (255 p cut off: half of all bytes
             lie one lower). Families without a published rule round.
@@ -221,10 +244,12 @@ class ImageModel(ABC):
     only_decoders: tuple[str, ...] = ()
     block: int = 1
     static_shapes: bool = False
+    shards: Shards | None = None
     provides: frozenset[str] = frozenset({"grid", "tree_mask"})
     defaults: ClassVar[dict[str, Any]] = {}
     feature_size: int | None = None
     pixel_rule: ClassVar[str] = "round"
+    _fingerprint: str | None = None
 
     @property
     @abstractmethod
@@ -246,12 +271,15 @@ class ImageModel(ABC):
 
     def fingerprint(self) -> str:
         """Short hash of the network: names, shapes and a few values of every tensor. Tells files of other models apart."""
+        if self.shards is not None and self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256()
         for name, tensor in self.module.state_dict().items():
             values = tensor.flatten()[:: max(1, tensor.numel() // 16)][:16]
             digest.update(f"{name}{list(tensor.shape)}".encode())
             digest.update(values.float().cpu().numpy().round(4).tobytes())
-        return digest.hexdigest()[:16]
+        self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
     def dummy_conditioning(self, batch: int) -> Conditioning:
         """Some valid conditioning of ``batch`` samples, for measuring costs."""
@@ -293,6 +321,10 @@ class ImageModel(ABC):
             RuntimeError: this machine cannot compile.
         """
         raise ValueError(f"{self.name} cannot be compiled: load it without compile")
+
+    def stack(self) -> LayerStack:
+        """The layers, for spreading them over several processes. Raises ``ValueError`` where that cannot be done."""
+        raise ValueError(f"{self.name} cannot be spread over processes: load it without shard")
 
     def commit(self, state: DecodeState, keep: Tensor, path: Tensor | None = None) -> None:
         """Keep ``keep`` [B] nodes of the last proposal.

@@ -94,6 +94,18 @@ def test_image_does_not_depend_on_its_batch() -> None:
     assert not torch.equal(together.stats.step_of[0], together.stats.step_of[1])  # orders are per image
 
 
+@pytest.mark.parametrize("steps", [5, 9])
+def test_check_interval_does_not_change_the_images(steps: int) -> None:
+    """The host knows when the last group is drawn, however seldom it looks at the device."""
+    model, params = build(), SamplingParams(guidance_scale=2.0)
+    often, seldom = (
+        decode(model, LPD(steps=steps), model.encode([1, 2]), params, [5, 6], check_every=every)
+        for every in (1, 8)
+    )
+    assert torch.equal(often.sequence, seldom.sequence)
+    assert seldom.stats.forwards == steps
+
+
 def test_given_cells_are_kept_and_seen() -> None:
     model = build()
     known = torch.full((GRID, GRID), -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -269,3 +270,43 @@ def test_train_command_fine_tunes_a_twin(tmp_path: Any) -> None:
     assert result.exit_code == 0, result.output
     net = load_nbp(tmp_path / "run/nbp.safetensors", heads=4, grid=(3, 4, 4), video_vocab=24, text_vocab=20)
     assert net.config.block == 4
+
+
+@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("block", [1, 4])
+def test_check_interval_does_not_change_the_videos(block: int, given: int) -> None:
+    model = build(block=block, given=given)
+    made = []
+    for every in (1, 7):
+        decoder = AR() if block == 1 else NBP()
+        made.append(decode(model, decoder, condition(model, 2), SamplingParams(), [1, 2], check_every=every))
+    assert torch.equal(made[0].sequence, made[1].sequence)
+    assert made[0].stats.forwards == made[1].stats.forwards
+
+
+@pytest.mark.parametrize("check", [1, 5])
+@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("block", [1, 4])
+def test_promised_masks_are_the_real_ones(block: int, given: int, check: int) -> None:
+    """Proposals that promise full sight: the pass without a mask gives what the pass with the mask gives."""
+    model = build(block=block, given=given)
+    call, promised = model.forward, []
+
+    def both(state: Any, proposal: Any, **kwargs: Any) -> Any:
+        promised.append(proposal.full)
+        cache = state.kv.clone()
+        masked = call(state, replace(proposal, full=False), **kwargs)
+        after, state.kv = state.kv, cache
+        plain = call(state, proposal, **kwargs)
+        torch.testing.assert_close(plain.logits, masked.logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(state.kv, after, atol=1e-5, rtol=1e-4)
+        return plain
+
+    model.forward = both  # type: ignore[method-assign]
+    cond = condition(model, 3)
+    made = decode(
+        model, AR() if block == 1 else NBP(), cond, SamplingParams(top_p=0.9), [1, 2, 3], check_every=check
+    )
+    assert promised
+    assert all(promised)
+    assert not made.stats.unfinished

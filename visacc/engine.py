@@ -186,7 +186,7 @@ def decode(
         run.since_check += 1
         if callback and callback(StepInfo(run.step, total, run.count, run)) is False:
             break
-        if run.since_check >= check:
+        if run.since_check >= check or decoder.finished(run):
             with clock("check"):
                 running = _check(run, state, decoder, final, broken, proposal, progress)
     if run.batch:

@@ -157,7 +157,7 @@ class NBPModel(ImageModel):
             ids, slots = ids.repeat(state.branches, 1), slots.repeat(state.branches, 1)
         x = nn.functional.embedding(ids, self.net.tok_emb.weight)
         x = x + self.net.pos_emb[0, slots.clamp(max=self.net.config.positions - 1)]
-        mask = window_mask(state, proposal)
+        mask = None if proposal.full else window_mask(state, proposal)  # no prompt of these models is padded
         logits = self.net.forward_window(x, slots, mask, state.kv, state.limit, proposal.outputs)
         return self._output(state, logits)
 

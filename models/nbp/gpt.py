@@ -111,7 +111,9 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.resid_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
-    def window(self, x: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int) -> Tensor:
+    def window(
+        self, x: Tensor, layer_kv: Tensor, index: Tensor | None, bias: Tensor | None, limit: int
+    ) -> Tensor:
         q, k, v = self.project(x)
         return self.proj(cached_attention(q, k, v, layer_kv, index, bias, limit))
 
@@ -130,7 +132,9 @@ class Block(nn.Module):
         x = x + self.attn(self.ln1(x), mask)
         return x + self.mlp(self.ln2(x))
 
-    def window(self, x: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int) -> Tensor:
+    def window(
+        self, x: Tensor, layer_kv: Tensor, index: Tensor | None, bias: Tensor | None, limit: int
+    ) -> Tensor:
         x = x + self.attn.window(self.ln1(x), layer_kv, index, bias, limit)
         return x + self.mlp(self.ln2(x))
 
@@ -273,16 +277,19 @@ class NBP(nn.Module):
         self,
         x: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         cache: Tensor,
         limit: int,
         outputs: Tensor | slice | None = None,
     ) -> Tensor:
         """One pass over rows x [R, N, D] written to cache ``slots`` [R, N]; ``mask`` bool [R, N, limit].
 
+        Without a mask the rows take the last N slots below ``limit`` and see everything there.
         Returns logits float32 [R, M, V] of the rows ``outputs`` (all by default).
         """
-        bias, index = mask_bias(mask, x.dtype), slot_index(slots, cache)
+        bias = index = None
+        if mask is not None:
+            bias, index = mask_bias(mask, x.dtype), slot_index(slots, cache)
         for i, block in enumerate(self.layers):
             x = block.window(x, cache[i], index, bias, limit)
         x = x if outputs is None else x[:, outputs]

@@ -23,7 +23,18 @@ class AR(Decoder):
 
     def propose(self, run: Run) -> Proposal:
         position = (run.count - 1)[:, None]
-        return Proposal(run.last_tokens()[:, None], position, position < run.total - 1)
+        proposal = Proposal(run.last_tokens()[:, None], position, position < run.total - 1)
+        if self._in_step:
+            proposal.reach, proposal.full = run.high + run.since_check, True
+        return proposal
+
+    @property
+    def _in_step(self) -> bool:
+        """Every row gains one token a step, so the host knows where all of them stand; subclasses may do otherwise."""
+        return type(self) is AR
+
+    def finished(self, run: Run) -> bool:
+        return self._in_step and run.high + run.since_check >= run.total
 
     def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
         slots = run.count[:, None]

@@ -139,6 +139,10 @@ class Decoder(ABC):
     def advance(self, run: Run, verdict: Verdict) -> None:  # noqa: B027 - optional hook
         """Called after the commit, with the counts already advanced."""
 
+    def finished(self, run: Run) -> bool:
+        """Whether all rows are complete, for decoders whose host knows that without looking at the device."""
+        return False
+
     def select(self, rows: Tensor) -> None:
         """Keep only the given rows of the per-row state."""
         self.state = {k: None if v is None else v[rows] for k, v in self.state.items()}

@@ -115,7 +115,12 @@ class LPD(Decoder):
         cells = given.nonzero()[:, 0]
         sizes = self._sizes(layout)
         self._bounds, self._step = [0, *accumulate(sizes)], 0
-        self.state = {"order": self._make_orders(run, sizes, cells.tolist())}
+        # one number a cell, whatever the step: all of them in one call
+        every = torch.arange(run.total, device=run.device).expand(batch, -1)
+        self.state = {
+            "order": self._make_orders(run, sizes, cells.tolist()),
+            "words": run.noise.integer(rng.DRAW, every, 0),
+        }
         self._offset = cells.numel()
         context = tokens = torch.empty(batch, 0, dtype=torch.long, device=run.device)
         if self._offset:
@@ -197,7 +202,9 @@ class LPD(Decoder):
 
     def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
         slots = self.predicted_slots(run, proposal)
-        word = run.noise.integer(rng.DRAW, slots, 0)
+        words = self.state["words"]
+        assert words is not None
+        word = words.gather(1, slots)
         tokens = draw(law.reshape(-1, law.shape[-1]), word.reshape(-1)).view(slots.shape)
         context = proposal.size - slots.shape[1]
         kept = torch.full((run.batch,), context, dtype=torch.long, device=run.device)
@@ -205,3 +212,6 @@ class LPD(Decoder):
 
     def advance(self, run: Run, verdict: Verdict) -> None:
         self._step += 1
+
+    def finished(self, run: Run) -> bool:
+        return self._step >= len(self._bounds) - 1

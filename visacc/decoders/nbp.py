@@ -35,15 +35,17 @@ class NBP(Decoder):
     def __init__(self) -> None:
         super().__init__()
         self._block = 1
-        self._count = 0
+        self._count = self._cached = 0
         self._from_text = True
 
     def max_nodes(self, layout: Layout) -> int:
         return layout.grid[2] * layout.grid[1]
 
     def start(self, run: Run, law: Tensor) -> Verdict:
-        self.state = {}
-        self._block, self._count = run.model.block, 0
+        # one number a slot, whatever the step: all of them in one call
+        every = torch.arange(run.total, device=run.device).expand(run.batch, -1)
+        self.state = {"words": run.noise.integer(rng.DRAW, every, 0)}
+        self._block, self._count, self._cached = run.model.block, 0, 0
         self._from_text = law.shape[1] < self._block or self._block == 1
         if run.total % self._block:
             raise ValueError(f"{run.total} tokens do not divide into the model's blocks of {self._block}")
@@ -69,17 +71,25 @@ class NBP(Decoder):
             torch.ones_like(positions, dtype=torch.bool),
             visible=torch.ones(run.batch, size, size, dtype=torch.bool, device=device),
             special=special,
+            reach=self._cached + size,
+            full=True,
         )
 
     def predicted_slots(self, run: Run, proposal: Proposal) -> Tensor:
         return torch.arange(self._count, self._count + proposal.size, device=run.device).expand(run.batch, -1)
 
     def judge(self, run: Run, proposal: Proposal, law: Tensor, output: ModelOutput) -> Verdict:
+        self._cached += proposal.size
         fed = torch.full((run.batch,), proposal.size, dtype=torch.long, device=run.device)
         return self._drawn(run, law, self.predicted_slots(run, proposal), fed)
 
+    def finished(self, run: Run) -> bool:
+        return self._count >= run.total
+
     def _drawn(self, run: Run, law: Tensor, slots: Tensor, fed: Tensor | None) -> Verdict:
-        word = run.noise.integer(rng.DRAW, slots, 0)
+        words = self.state["words"]
+        assert words is not None
+        word = words[:, self._count : self._count + slots.shape[1]]
         tokens = draw(law.reshape(-1, law.shape[-1]), word.reshape(-1)).view(slots.shape)
         self._count += slots.shape[1]
         return Verdict(tokens, slots, torch.ones_like(slots, dtype=torch.bool), cache_keep=fed)
