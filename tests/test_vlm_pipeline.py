@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from visacc.models.vlm.captioner import build_model, build_processor
 from visacc.models.vlm.scenes import caption, draw_scene, mirrored, picture, sample
-from visacc.speculate.bench import bench, print_table
 from visacc.speculate.cli import app
 from visacc.speculate.pipeline import CaptionPipeline
 
@@ -136,25 +135,3 @@ def test_train_drafter_from_files(folder: Path, pictures: list[Path], tmp_path: 
     row = pipeline([pictures[0]], "describe the image .", max_new_tokens=6)[0]
     plain = CaptionPipeline(str(folder), speculator=None, device="cpu")
     assert row.text == plain([pictures[0]], "describe the image .", max_new_tokens=6)[0].text
-
-
-def test_bench(folder: Path, pictures: list[Path]) -> None:
-    """The report compares drafters with three yardsticks and says what does not run."""
-    report = bench(
-        str(folder),
-        ["ngram"],
-        [0.0, 1.0],
-        images=pictures[0].parent,
-        count=2,
-        repeats=1,
-        max_new_tokens=8,
-        prompt="describe the image .",
-        device="cpu",
-    )
-    rows = {(r["temperature"], r["method"]): r for r in report["rows"]}
-    assert rows[0.0, "none"]["tau"] == 1
-    assert rows[0.0, "ngram"]["tokens"] == rows[0.0, "none"]["tokens"]
-    assert rows[1.0, "ngram"]["tokens_per_second_ratio_to_none"] > 0
-    for row in report["rows"]:
-        assert "failed" in row or row["tokens_per_second"] > 0
-    print_table(report)

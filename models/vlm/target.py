@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from visacc.cache import move_slots, window_mask
 from visacc.models.base import DecodeState, Proposal
 from visacc.models.vlm.families import complete_inputs, family_of, image_numbers, visual_mask
+from visacc.models.vlm.received import received
 from visacc.models.vlm.slots import SlotCache
 from visacc.speculate.views import PromptView, TargetFeatures
 
@@ -40,9 +41,10 @@ class VLMTarget:
     Args:
         model: a ``...ForConditionalGeneration`` of a supported family.
         taps: layers whose inputs drafters want (``hidden_states[i]``).
+        score: also measure the attention every prompt position receives in the last layer (``PromptView.visual_score``).
     """
 
-    def __init__(self, model: Any, taps: tuple[int, ...] = ()) -> None:
+    def __init__(self, model: Any, taps: tuple[int, ...] = (), *, score: bool = False) -> None:
         self.family = family_of(model.config)
         self.model, self.config = model, model.config
         self.text: Any = model.get_decoder()
@@ -51,7 +53,7 @@ class VLMTarget:
         bad = [i for i in taps if not 0 <= i < len(self.layers)]
         if bad:
             raise ValueError(f"taps {bad} are no layers of a text model with {len(self.layers)} layers")
-        self.taps = taps
+        self.taps, self.score = taps, score
         self.head: nn.Module = model.get_output_embeddings()
         self._embedding: nn.Module = model.get_input_embeddings()
         named = inspect.signature(self.text.forward).parameters
@@ -124,7 +126,7 @@ class VLMTarget:
         cache = SlotCache(len(self.layers), width + room)
         self._check_images(done)
         done.pop("position_ids", None)
-        with self._watch() as seen:
+        with self._watch() as seen, self._received(mask) as scores:
             self.model(
                 **done,
                 position_ids=positions,
@@ -137,6 +139,7 @@ class VLMTarget:
         view = PromptView.build(
             ids, seen["embeds"], visual, image_numbers(self.config, done, visual), mask, rope_pos
         )
+        view.visual_score = scores[0] if scores else None
         assert cache.kv is not None
         state = DecodeState(
             batch,
@@ -236,6 +239,9 @@ class VLMTarget:
         nodes = (start + torch.arange(proposal.size, device=start.device)).clamp(max=state.limit - 1)
         key = slot.expand(state.batch, -1).scatter(1, nodes, index)
         return key[:, None] > index[..., None] - window
+
+    def _received(self, mask: Tensor) -> AbstractContextManager[list[Tensor]]:
+        return received(self.layers[-1].self_attn, mask) if self.score else nullcontext([])
 
     @contextmanager
     def _watch(self) -> Iterator[dict[Any, Tensor]]:

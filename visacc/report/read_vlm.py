@@ -13,6 +13,8 @@ RATE = Column("tokens/s", ".3g", note="of the whole call; median and range over 
 RATIO = Column("speed-up", ".2f", "x", "tokens/s divided by that of plain decoding (none), same prompts")
 DECODE = Column("speed-up, decoding", ".2f", "x", "the same without the prompt's forward")
 STOCK = Column("against generate", ".2f", "x", "tokens/s divided by that of model.generate")
+STOCK_DECODE = Column("against generate, decoding", ".2f", "x", "the same without the prompt")
+ASSISTED = Column("against assisted generation", ".2f", "x", "tokens/s divided by that of transformers' own")
 SHARE = Column("drafting", ".0%", note="share of the time spent in the drafter")
 _SETTINGS = ("model", "pictures", "batch_size", "max_new_tokens")
 
@@ -30,6 +32,8 @@ def read(data: Mapping[str, Any], _folder: Path) -> Report:
             row.get("tokens_per_second_ratio_to_none"),
             row.get("decode_tokens_per_second_ratio_to_none"),
             row.get("tokens_per_second_ratio_to_generate"),
+            row.get("decode_tokens_per_second_ratio_to_generate"),
+            row.get("tokens_per_second_ratio_to_assisted"),
             row.get("draft_share"),
         ]
         values: list[Number | str | None] = [None if n is None else Number(n) for n in numbers]
@@ -54,7 +58,7 @@ def read(data: Mapping[str, Any], _folder: Path) -> Report:
         f"{data['pictures']} pictures, {data['batch_size']} at a time, up to {data['max_new_tokens']} tokens each",
         str(data["model"]),
         methods,
-        [Table("Speed", [TAU, RATE, RATIO, DECODE, STOCK, SHARE], cells)],
+        [Table("Speed", [TAU, RATE, RATIO, DECODE, STOCK, STOCK_DECODE, ASSISTED, SHARE], cells)],
         comparison("Speed-up of decoding against accepted length", TAU, DECODE, points),
         settings={key: data[key] for key in _SETTINGS},
         environment=dict(data.get("environment", {})) or {k: data[k] for k in ("device", "threads")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -68,7 +69,11 @@ class Speculator:
         sampled_drafts: bool = False,
     ) -> None:
         found = find_drafter(model, drafter, method)
-        self.target = VLMTarget(model, tuple(found.taps) if found is not None else ())
+        self.target = VLMTarget(
+            model,
+            tuple(found.taps) if found is not None else (),
+            score=isinstance(found, Drafter) and found.config.prune < 1,
+        )
         self.model, self.drafter = model, found
         if isinstance(found, Drafter):
             bind(found, self.target)
@@ -89,12 +94,38 @@ class Speculator:
         Args:
             streamer: as in transformers (one prompt only).
             seed: for sampling; default: drawn from torch's global generator.
+
+        Raises:
+            ValueError: options that are not reproduced, stop strings without ``tokenizer``.
         """
         plain = type(self.model).generate
+        kwargs = self._stop_strings(args, kwargs)
         extra = {"text_streamer": streamer} if streamer is not None else {}
         if seed is not None:
             extra["seed"] = seed
         return plain(self.model, *args, custom_generate=self, **extra, **kwargs)
+
+    def _stop_strings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Turn stop strings into a stopping criterion: transformers loses the tokenizer on the way to callables."""
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        config = config or self.model.generation_config
+        kwargs = dict(kwargs)
+        tokenizer, stops = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
+        stops = stops or getattr(config, "stop_strings", None)
+        if not stops:
+            return kwargs
+        if tokenizer is None:
+            raise ValueError("stop strings need the tokenizer: pass tokenizer=processor.tokenizer")
+        from transformers import StoppingCriteriaList, StopStringCriteria
+
+        rule = StopStringCriteria(tokenizer=tokenizer, stop_strings=stops)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), rule])
+        if getattr(config, "stop_strings", None):
+            if len(args) > 1:
+                raise ValueError("pass a generation_config with stop strings by name")
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].stop_strings = None
+        return kwargs
 
     def __call__(
         self,
@@ -105,12 +136,11 @@ class Speculator:
         generation_config: Any = None,
         synced_gpus: bool = False,
         streamer: Any = None,
-        tokenizer: Any = None,
         text_streamer: Any = None,
         seed: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """What transformers calls as ``custom_generate`` (``tokenizer`` serves its stop strings)."""
+        """What transformers calls as ``custom_generate``."""
         if model is not self.model:
             raise ValueError(
                 "this speculator was made for another model; make one with speculate(model, ...)"

@@ -1,14 +1,16 @@
-"""``visacc bench vlm``: tokens per step and speed of drafters, against three yardsticks on the same prompts.
+"""``visacc bench vlm``: tokens per step and speed of drafters, against four yardsticks on the same prompts.
 
-tau is committed tokens per target step, the bonus token included, the prompt's own token not counted. Speeds
-are tokens per second of the whole call (with the prompt) and of decoding alone.
+tau is committed tokens per target step, the bonus token included, the prompt's own token not counted. Speeds are tokens per
+second of the whole call (with the prompt) and of decoding alone. The yardsticks are the same loop without a drafter,
+``model.generate``, and transformers' prompt lookup and assisted generation where they run.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,32 @@ from rich.table import Table
 
 from visacc.pictures import read_image
 from visacc.speculate.api import Speculator
+from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, eos_ids
 from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
+from visacc.speculate.yardsticks import Measured, assistants, stock
 from visacc.traces import environment
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+SPEEDS = ("tokens_per_second", "decode_tokens_per_second")
+YARDSTICKS = {
+    "none": "none",
+    "model.generate": "generate",
+    "model.generate + prompt lookup": "lookup",
+    "model.generate + assistant": "assisted",
+}
+"""Rows that others are divided by, and how the keys of the quotients end."""
+
+
+@dataclass
+class _Runner:
+    """One row of the report: what to time, and what it gave in every pass."""
+
+    name: str
+    run: Callable[[int, dict[str, Any]], Measured]
+    reset: Callable[[], None] = lambda: None
+    failed: str | None = None
+    passes: list[Measured] = field(default_factory=list)
 
 
 def bench(
@@ -36,12 +59,19 @@ def bench(
     batch_size: int = 1,
     max_new_tokens: int = 64,
     repeats: int = 3,
+    assistant: str | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
     """Measure ``methods`` (drafter folders, embedded methods, "ngram") at each temperature.
 
-    Every figure is the median of ``repeats`` passes over distinct pictures, after one warm-up pass over the
-    first batch. The n-gram memory is emptied before each pass.
+    Every figure is the median of ``repeats`` passes over distinct pictures, after a warm-up of every row on the first batch.
+    The rows take turns, batch by batch, so that whatever else the machine does meets all of them. The n-gram memory is
+    emptied before each pass. At temperature 0 all rows write the same tokens; above it the rows of this package share their
+    random numbers and text, transformers draws its own.
+
+    Args:
+        assistant: name or folder of the model that drafts in assisted generation; by default the first half of the
+            target's own layers.
 
     Raises:
         ValueError: no pictures, or a drafter that does not fit.
@@ -50,6 +80,7 @@ def bench(
     batches = _inputs(plain, model, images, prompt, count, batch_size)
     eos = eos_ids(plain.model.generation_config.eos_token_id)
     speculators = {name: Speculator(plain.model, name) for name in methods}
+    extra = assistants(plain.model, assistant)
     report: dict[str, Any] = {
         "model": model if isinstance(model, str) else type(model).__name__,
         "pictures": sum(len(b["input_ids"]) for b in batches),
@@ -59,31 +90,104 @@ def bench(
         "threads": torch.get_num_threads(),
         "environment": environment(plain.model.device),
         "tau": "committed tokens per target step, bonus token included, prompt step not counted",
+        "assistant": extra.name,
         "rows": [],
     }
     for temperature in temperatures:
         params = TextParams(max_new_tokens=max_new_tokens, temperature=temperature, eos=eos)
-        base = _loop(plain.speculator, batches, params, repeats)
-        rows = [{"method": "none", **base}]
-        reference = _generate(plain.model, batches, temperature, max_new_tokens, repeats)
-        rows.append({"method": "model.generate", **reference})
-        lookup = _generate(
-            plain.model, batches, temperature, max_new_tokens, repeats, prompt_lookup_num_tokens=5
-        )
-        rows.append({"method": "model.generate + prompt lookup", **lookup})
+        runners = [_Runner("none", _ours(plain.speculator, params))]
+        for name, options in (
+            ("model.generate", {}),
+            ("model.generate + prompt lookup", {"prompt_lookup_num_tokens": 5}),
+            ("model.generate + assistant", extra.options),
+        ):
+            runners.append(_Runner(name, stock(plain.model, temperature, max_new_tokens, options)))
         for name, speculator in speculators.items():
-            rows.append({"method": name, **_loop(speculator, batches, params, repeats)})
-        for row in rows:
-            row["temperature"] = temperature
-            for key in ("tokens_per_second", "decode_tokens_per_second"):
-                if row.get(key) and base.get(key):
-                    row[f"{key}_ratio_to_none"] = row[key] / base[key]
-            if row.get("tokens_per_second") and reference.get("tokens_per_second"):
-                row["tokens_per_second_ratio_to_generate"] = (
-                    row["tokens_per_second"] / reference["tokens_per_second"]
-                )
-        report["rows"] += rows
+            runners.append(_Runner(name, _ours(speculator, params), _forget(speculator)))
+        _take_turns(runners, batches, repeats)
+        report["rows"] += _rows(runners, temperature)
     return report
+
+
+def _take_turns(runners: list[_Runner], batches: list[dict[str, Any]], repeats: int) -> None:
+    """Warm everything up, then let all rows run on a batch before the next batch starts."""
+    for runner in runners:
+        try:
+            runner.run(0, batches[0])
+        except (
+            ValueError,
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+            IndexError,
+        ) as error:
+            if not runner.name.startswith("model.generate"):
+                raise
+            runner.failed = f"{type(error).__name__}: {error}"[:200]
+    able = [runner for runner in runners if runner.failed is None]
+    for turn in range(repeats):
+        for runner in able:
+            runner.reset()
+            runner.passes.append(Measured())
+        for number, inputs in enumerate(batches):
+            first = (turn + number) % len(able)  # nobody is always the first after the others
+            for runner in able[first:] + able[:first]:
+                runner.passes[-1].add(runner.run(number, inputs))
+
+
+def _ours(speculator: Speculator, params: TextParams) -> Callable[[int, dict[str, Any]], Measured]:
+    def run(number: int, inputs: dict[str, Any]) -> Measured:
+        rows = len(inputs["input_ids"])
+        stats = speculator.run(inputs, params, [1000 * number + i for i in range(rows)]).stats
+        return Measured(
+            rows,
+            int(stats.tokens.sum()),
+            stats.seconds,
+            stats.prefill_seconds,
+            steps=int(stats.steps.sum()),
+            accepted=int(stats.accepted.sum()),
+            draft_seconds=stats.draft_seconds,
+            committed=Counter(dict(enumerate(stats.committed.tolist())))
+            if stats.committed is not None
+            else Counter(),
+        )
+
+    return run
+
+
+def _forget(speculator: Speculator) -> Callable[[], None]:
+    drafter = speculator.drafter
+
+    def reset() -> None:
+        if isinstance(drafter, NgramDrafter):
+            drafter.past = drafter.past[:0]
+
+    return reset
+
+
+def _rows(runners: list[_Runner], temperature: float) -> list[dict[str, Any]]:
+    rows = []
+    for runner in runners:
+        row: dict[str, Any] = {"method": runner.name, "temperature": temperature}
+        rows.append(row)
+        if runner.failed is not None:
+            row["failed"] = runner.failed
+            continue
+        figures = [p.figures() for p in runner.passes]
+        row |= {key: statistics.median(f[key] for f in figures) for key in figures[0]}
+        for key in SPEEDS:
+            row[f"{key}_range"] = [min(f[key] for f in figures), max(f[key] for f in figures)]
+        row["tokens"] = runner.passes[0].tokens
+        if runner.passes[0].steps:
+            counts = runner.passes[0].committed  # every pass commits alike, one is enough
+            row["committed_histogram"] = [counts[n] for n in range(max(+counts, default=0) + 1)]
+    for yardstick in [row for row in rows if row["method"] in YARDSTICKS and "failed" not in row]:
+        for row in rows:
+            for key in SPEEDS:
+                if row.get(key) and yardstick.get(key):
+                    row[f"{key}_ratio_to_{YARDSTICKS[yardstick['method']]}"] = row[key] / yardstick[key]
+    return rows
 
 
 def _inputs(
@@ -107,112 +211,28 @@ def _inputs(
     return [pipeline.inputs([text] * len(g), [[p] for p in g]) for g in groups]
 
 
-def _loop(
-    speculator: Speculator, batches: list[dict[str, Any]], params: TextParams, repeats: int
-) -> dict[str, Any]:
-    from visacc.speculate.ngram import NgramDrafter
-
-    runs: list[dict[str, float]] = []
-    histogram: Counter[int] = Counter()
-    speculator.run(batches[0], params, [0] * len(batches[0]["input_ids"]))
-    for _ in range(repeats):
-        if isinstance(speculator.drafter, NgramDrafter):
-            speculator.drafter.past = speculator.drafter.past[:0]
-        tokens = steps = accepted = 0
-        seconds = prefill = draft = 0.0
-        for number, inputs in enumerate(batches):
-            seeds = [1000 * number + i for i in range(len(inputs["input_ids"]))]
-            stats = speculator.run(inputs, params, seeds).stats
-            tokens, steps = tokens + int(stats.tokens.sum()), steps + int(stats.steps.sum())
-            accepted += int(stats.accepted.sum())
-            seconds, prefill = seconds + stats.seconds, prefill + stats.prefill_seconds
-            draft += stats.draft_seconds
-            if not runs and stats.committed is not None:  # every pass commits alike, one is enough
-                histogram.update(dict(enumerate(stats.committed.tolist())))
-        rows = sum(len(b["input_ids"]) for b in batches)
-        runs.append(
-            {
-                "tau": (tokens - rows) / max(steps, 1),
-                "accepted_per_step": accepted / max(steps, 1),
-                "tokens": tokens,
-                "tokens_per_second": tokens / seconds,
-                "decode_tokens_per_second": (tokens - rows) / max(seconds - prefill, 1e-9),
-                "draft_share": draft / seconds,
-            }
-        )
-    found: dict[str, Any] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    for key in ("tokens_per_second", "decode_tokens_per_second"):
-        found[f"{key}_range"] = [min(run[key] for run in runs), max(run[key] for run in runs)]
-    found["committed_histogram"] = [histogram[n] for n in range(max(+histogram, default=0) + 1)]
-    return found
-
-
-def _generate(
-    model: Any,
-    batches: list[dict[str, Any]],
-    temperature: float,
-    max_new_tokens: int,
-    repeats: int,
-    **extra: Any,
-) -> dict[str, Any]:
-    """The same prompts by transformers itself; a mode that does not run for this model is reported as
-    such.
-    """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **extra}
-    if temperature > 0:
-        options.update(temperature=temperature, top_k=0, top_p=1.0)
-    speeds = []
-    try:
-        model.generate(**batches[0], **options)
-        for _ in range(repeats):
-            begun, tokens = time.perf_counter(), 0
-            for number, inputs in enumerate(batches):
-                torch.manual_seed(number)
-                out = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
-                tokens += _written(out, eos_ids(model.generation_config.eos_token_id))
-            speeds.append(tokens / (time.perf_counter() - begun))
-    except (ValueError, RuntimeError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
-    return {
-        "tokens_per_second": statistics.median(speeds),
-        "tokens_per_second_range": [min(speeds), max(speeds)],
-    }
-
-
-def _written(out: torch.Tensor, eos: tuple[int, ...]) -> int:
-    """Generated tokens up to and including each row's end token."""
-    ends = (
-        torch.isin(out, torch.tensor(eos, device=out.device))
-        if eos
-        else torch.zeros_like(out, dtype=torch.bool)
-    )
-    before = ends.long().cumsum(1) - ends.long()
-    return int((before == 0).sum())
-
-
 def print_table(report: dict[str, Any]) -> None:
-    """The report as a table on the terminal."""
-    table = Table(
-        "T", "method", "tau", "tokens/s", "vs none", "vs none, decoding", "vs generate", title=report["model"]
-    )
+    """The report as a table on the terminal; quotients of whole calls and, behind the stroke, of decoding alone."""
+    ran = {row["method"] for row in report["rows"] if "failed" not in row}
+    against = {key: f"vs {key}" for name, key in YARDSTICKS.items() if name in ran}
+    table = Table("T", "method", "tau", "tokens", "tokens/s", *against.values(), title=report["model"])
 
     def number(row: dict[str, Any], key: str, unit: str = "") -> str:
         return f"{row[key]:.2f}{unit}" if row.get(key) is not None else "-"
 
     for row in report["rows"]:
+        label = (f"{row['temperature']:g}", row["method"])
         if "failed" in row:
-            table.add_row(
-                f"{row['temperature']:g}", row["method"], "-", f"does not run: {row['failed'][:60]}"
-            )
+            table.add_row(*label, "-", "-", f"does not run: {row['failed'][:60]}")
             continue
+        quotients = [
+            " / ".join(number(row, f"{speed}_ratio_to_{key}", "x") for speed in SPEEDS) for key in against
+        ]
         table.add_row(
-            f"{row['temperature']:g}",
-            row["method"],
-            number(row, "tau"),
-            number(row, "tokens_per_second"),
-            number(row, "tokens_per_second_ratio_to_none", "x"),
-            number(row, "decode_tokens_per_second_ratio_to_none", "x"),
-            number(row, "tokens_per_second_ratio_to_generate", "x"),
+            *label, number(row, "tau"), str(row["tokens"]), number(row, "tokens_per_second"), *quotients
         )
     Console().print(table)
     Console().print(f"tau: {report['tau']}")
+    Console().print("quotients: whole calls / decoding alone, without the prompt")
+    if any(row["method"] == "model.generate + assistant" for row in report["rows"]):
+        Console().print(f"assistant: {report['assistant']}")

@@ -253,14 +253,26 @@ def bench_command(
     count: Annotated[int, typer.Option(help="Pictures.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Pictures per batch.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Passes; figures are medians.")] = 3,
+    assistant: Annotated[
+        str | None,
+        typer.Option(
+            help="Model that drafts in assisted generation; the first half of the target's layers by default."
+        ),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; PyTorch's own number by default.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON report.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
 ) -> None:
     """Tokens per step and speed of drafters against plain decoding, model.generate and assisted
     generation.
     """
+    import torch
+
     from visacc.speculate.bench import bench, print_table
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     report = bench(
         model,
         [m for m in methods.split(",") if m],
@@ -270,6 +282,8 @@ def bench_command(
         count=count,
         batch_size=batch_size,
         max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        assistant=assistant,
         device=device,
     )
     print_table(report)

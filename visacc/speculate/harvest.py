@@ -96,15 +96,16 @@ class OnlineHarvester:
             texts = [row[:n].tolist() for row, n in zip(result.ids, result.lengths.tolist(), strict=True)]
             batch = Answered(batch.inputs, [self._written(text) for text in texts])
         inputs, answer = joined(batch, self.pad)
-        inner = VLMTarget(self.target.model, tuple(sorted({*self.target.taps, *self.layers})))
+        taps = tuple(sorted({*self.target.taps, *self.layers}))
+        inner = VLMTarget(self.target.model, taps, score=self.target.score)
         with torch.no_grad(), self._entropies() as entropies:
             done = inner.prefill(inputs, room=0)
-        taps = done.feats.taps
+        inputs_of = done.feats.taps
         mid = None
         if self.layers:
-            choices = [taps[i] for i in self.layers]
+            choices = [inputs_of[i] for i in self.layers]
             mid = choices[0] if len(choices) == 1 else entropy_choice(choices, entropies, self.layers)
-        feats = TargetFeatures(done.feats.last, {i: taps[i] for i in self.target.taps})
+        feats = TargetFeatures(done.feats.last, {i: inputs_of[i] for i in self.target.taps})
         return DraftBatch(done.view, feats, answer.to(done.view.valid.device), mid)
 
     def _written(self, text: list[int]) -> list[int]:
@@ -176,6 +177,8 @@ def _sample(batch: DraftBatch, row: int) -> dict[str, Tensor]:
     parts |= {f"tap_{i}": x[row][keep] for i, x in batch.feats.taps.items()}
     if batch.mid is not None:
         parts["mid"] = batch.mid[row][keep]
+    if batch.view.visual_score is not None:
+        parts["visual_score"] = batch.view.visual_score[row][keep]
     return {k: v.detach().cpu().contiguous().clone() for k, v in parts.items()}
 
 
@@ -233,6 +236,8 @@ class OfflineStore:
             stack("image_index", -1),
             stack("valid"),
         )
+        if "visual_score" in parts[0]:
+            view.visual_score = stack("visual_score")
         feats = TargetFeatures(stack("last"), {i: stack(f"tap_{i}") for i in self.target.taps})
         mid = stack("mid") if "mid" in parts[0] else None
         return DraftBatch(view, feats, stack("loss_mask").bool(), mid)

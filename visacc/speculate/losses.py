@@ -39,6 +39,7 @@ class DraftBatch:
             },
             inputs_embeds=v.inputs_embeds.to(device, dtype),
             rope_pos=None if v.rope_pos is None else v.rope_pos.to(device),
+            visual_score=None if v.visual_score is None else v.visual_score.to(device),
         )
         feats = self.feats.map(lambda x: x.to(device, dtype))
         mid = None if self.mid is None else self.mid.to(device, dtype)
@@ -202,6 +203,7 @@ class DraftLoss(nn.Module):
             valid=v.valid[:, :-1],
             seq_pos=v.seq_pos[:, :-1],
             rope_pos=None if v.rope_pos is None else v.rope_pos[..., :-1],
+            visual_score=None if v.visual_score is None else v.visual_score[:, :-1],
         )
         rows = self.drafter.rows.prefill(known, feats.map(lambda x: x[:, :-1]), v.inputs_embeds[:, -1])
         pad = v.valid.shape[1] - v.lengths

@@ -4,7 +4,6 @@ targets.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from PIL import Image
 
 from visacc.eval.world import several
 from visacc.models.vlm.target import VLMTarget
+from visacc.pictures import read_image
+from visacc.reading import read_objects
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.harvest import Answered, OfflineStore, OnlineHarvester
 from visacc.speculate.losses import PRESETS, DraftBatch, candidate_layers
@@ -34,16 +35,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ValueError: a line that is not an object with a prompt, or a picture that does not exist.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        row = json.loads(line)
-        if not isinstance(row, dict) or "prompt" not in row:
-            raise ValueError(f'{path}, line {number}: expected an object with "prompt" and "image"')
+    for number, row in read_objects(path):
+        if not isinstance(row.get("prompt"), str):
+            raise ValueError(f'{path}, line {number}: expected an object with "prompt" (a text) and "image"')
         if row.get("image"):
-            row["image"] = path.parent / row["image"]
-            if not row["image"].exists():
-                raise ValueError(f"{path}, line {number}: no picture {row['image']}")
+            if not isinstance(row["image"], str) or "\0" in row["image"]:
+                raise ValueError(f'{path}, line {number}: "image" must be a file name, got {row["image"]!r}')
+            picture = row["image"] = path.parent / row["image"]
+            if not picture.exists():
+                raise ValueError(f"{path}, line {number}: no picture {picture}")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -86,7 +86,7 @@ def train_from_files(
     if answers == "dataset" and any("answer" not in row for row in rows):
         raise ValueError('answers="dataset" needs an "answer" in every row')
     pipeline = CaptionPipeline(target, speculator=None, device=own_device(device), dtype=dtype)
-    adapter = VLMTarget(pipeline.model)
+    adapter = VLMTarget(pipeline.model, score=(config or {}).get("prune", 1) < 1)
     generation = pipeline.model.generation_config
     pad = eos_ids(generation.pad_token_id) or eos_ids(generation.eos_token_id)
     if method == "dream" and len(candidate_layers(len(adapter.layers))) > 1:
@@ -145,8 +145,7 @@ def _prompts(
     pictures: list[list[Image.Image]] = []
     for row in rows:
         if row.get("image"):
-            with Image.open(row["image"]) as image:
-                pictures.append([image.convert("RGB")])
+            pictures.append([read_image(row["image"])])
         else:
             pictures.append([])
     inputs = pipeline.inputs([row["prompt"] for row in rows], pictures)
@@ -173,6 +172,8 @@ def _stored(folder: Path, features: Features, harvester: OnlineHarvester, count:
         raise ValueError(f"{folder} holds features of {len(store)} rows, {count} are to be trained on")
     if harvester.layers and not store.header.get("mid_layers"):
         raise ValueError(f"{folder} lacks the intermediate states that dream is trained on")
+    if harvester.target.score and store.batch([0]).view.visual_score is None:
+        raise ValueError(f"{folder} lacks the attention that picture tokens receive, which pruning needs")
     return store.batch
 
 
