@@ -37,12 +37,12 @@ def compiled(function: Callable[..., Any], device: torch.device, *, whole: bool)
     return torch.compile(function, fullgraph=whole)
 
 
-def refuse_hooks(module: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` for modules that accelerate has spread over devices."""
+def refuse_hooks(module: nn.Module, name: str, what: str) -> None:
+    """Raise ``ValueError`` for modules that accelerate has spread over devices: they cannot be ``what``."""
     if any(hasattr(m, "_hf_hook") for m in module.modules()):
         raise ValueError(
             f"{name} is spread over several devices (device_map), and accelerate moves its tensors between them from Python:"
-            " such a model cannot be compiled"
+            f" such a model cannot be {what}"
         )
 
 

@@ -53,8 +53,16 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     model_option: Annotated[
         list[str] | None,
-        typer.Option("--model-option", help="Option of the model's loader, e.g. device_map=auto."),
+        typer.Option("--model-option", help="Option of the model's loader, name=value."),
     ] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(help="auto: spread a transformers model over the GPUs of one process (accelerate)."),
+    ] = None,
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Several processes: spread the model's layers over them (FSDP2)."),
+    ] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="torch.compile the model's forward (ar and window decoders).")
     ] = False,
@@ -90,6 +98,8 @@ def generate(
         image_size=image_size,
         model_options=_options(model_option or [], None),
         compile=compile,
+        device_map=device_map,
+        shard=shard,
         **options,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))

@@ -80,6 +80,7 @@ def run_share(
             if trace:
                 save_image(commit_map(image, grid[0].numpy()), out / f"trace_{job.names[i]}")
         part = (mine, result.stats, result.settings)
+    pipe.finish()
     parts = [p for p in world.gather(part) if p is not None]
     if not world.main:
         return None

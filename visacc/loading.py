@@ -27,6 +27,8 @@ def load(
     image_size: int | str | tuple[int, int] | None = None,
     model_options: dict[str, Any] | None = None,
     compile: bool = False,
+    device_map: Any = None,
+    shard: bool = False,
     **decoder_options: Any,
 ) -> TextToImagePipeline:
     """Load a model and return a pipeline with the given decoder.
@@ -39,16 +41,26 @@ def load(
         dtype: default float32 on a CPU and bfloat16 on a GPU.
         image_size: pixels, for models of several sizes: 512, or "768x512" and (768, 512) (height x width) where the family
             draws other shapes than squares.
-        model_options: passed to the family's own loader, e.g. ``{"vq": file}`` for LlamaGen, or ``{"device_map": "auto"}``
-            for models of the transformers library: accelerate then spreads the layers over the GPUs of this process (and
-            the CPU), for models that one GPU does not hold. ``device`` is not looked at in that case.
+        model_options: passed to the family's own loader, e.g. ``{"vq": file}`` for LlamaGen.
         compile: compile the model's forward, see :class:`TextToImagePipeline`.
+        device_map: for models of the transformers library that one GPU does not hold: "auto" lets accelerate spread the
+            layers over the GPUs of this process (and the CPU), which work one after the other. ``device`` is then not
+            looked at.
+        shard: for a model that one GPU does not hold, in a program that accelerate or torchrun started as several
+            processes: each keeps a part of every layer (FSDP2) and decodes images of its own. When a process has no more
+            images to make it must call :meth:`TextToImagePipeline.finish`, as the others wait for it until then.
 
     Raises:
         ValueError: unknown names, files that do not fit the request, bad options. Says what would be right.
+        RuntimeError: ``shard`` in a process that is alone.
     """
+    options = dict(model_options or {})
+    if device_map is not None:
+        options["device_map"] = device_map
+    if shard and compile:
+        raise ValueError("a sharded model cannot be compiled: load it with shard or with compile")
     model = load_model(
-        name_or_path, device=device, dtype=dtype, image_size=image_size, **(model_options or {})
+        name_or_path, device=device, dtype=dtype, image_size=image_size, shard=shard, **options
     )
     return TextToImagePipeline(model, decoder, compile=compile, **decoder_options)
 
@@ -59,9 +71,12 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     image_size: int | str | tuple[int, int] | None = None,
+    shard: bool = False,
     **options: Any,
 ) -> ImageModel:
     """The adapter alone; see :func:`load`."""
+    if shard:
+        return _load_shards(name_or_path, device=device, dtype=dtype, image_size=image_size, **options)
     where = _device(device)
     size = _pixels(image_size)
     common: dict[str, Any] = {"device": where, "dtype": _dtype(dtype, where), "image_size": size}
@@ -70,9 +85,30 @@ def load_model(
     except TypeError as error:
         if not options or "unexpected keyword argument" not in str(error):
             raise
+        if "device_map" in options:
+            raise ValueError(
+                f"device_map spreads models of the transformers library; {name_or_path} is none: for a model that one GPU"
+                " does not hold start several processes and load it with shard=True"
+            ) from error
         raise ValueError(
             f"{name_or_path} does not know one of the model options {sorted(options)}: {error}"
         ) from error
+
+
+def _load_shards(name_or_path: str | Path, *, device: Any, dtype: Any, **options: Any) -> ImageModel:
+    """Load on the CPU and hand the layers to the processes one by one."""
+    from visacc.eval.world import join, several
+    from visacc.sharding import Shards
+
+    if not several():
+        raise RuntimeError(
+            "shard=True spreads the model over several processes and this one is alone: start the program with accelerate"
+            " launch or torchrun"
+        )
+    where = join(None if device is None else str(device)).device
+    model = load_model(name_or_path, device="cpu", dtype=_dtype(dtype, where), **options)
+    model.shards = Shards(model, where)
+    return model
 
 
 def _load(name: str, common: dict[str, Any], options: dict[str, Any]) -> ImageModel:

@@ -28,12 +28,15 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def in_batches(
-    count: int, size: int, work: Callable[[int, int], T], *, what: str = "images"
+    count: int, size: int, work: Callable[[int, int], T], *, what: str = "images", halve: bool = True
 ) -> Iterator[tuple[int, int, T]]:
     """``(start, stop, work(start, stop))`` for items ``0..count`` in order, at most ``size`` at a time.
 
     Where memory runs out the batch is tried again in halves, down to single items, and the smaller size is kept for the
     rest. ``work`` must have no effect that a second call with the same items would double.
+
+    Args:
+        halve: ``False`` lets the first failure stand.
 
     Raises:
         torch.OutOfMemoryError: not even one item fits.
@@ -44,7 +47,7 @@ def in_batches(
         try:
             result = work(start, stop)
         except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
+            if not halve or not out_of_memory(error):
                 raise
             if stop - start == 1:
                 import torch

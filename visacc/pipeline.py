@@ -73,6 +73,8 @@ class TextToImagePipeline:
     ) -> None:
         self.model = model
         if compile and not model.static_shapes:
+            if model.shards is not None:
+                raise ValueError(f"{model.name} is sharded and cannot be compiled")
             model.compile()
         self._auto = AutoWindow(model)
         self.interrupt = False
@@ -96,6 +98,13 @@ class TextToImagePipeline:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def finish(self) -> None:
+        """Of a sharded model: this process has no more images to make, and helps the others until none has. Every process
+        calls it, once. Of other models: nothing.
+        """
+        if self.model.shards is not None:
+            self.model.shards.finish()
 
     def __call__(
         self,
@@ -140,7 +149,7 @@ class TextToImagePipeline:
         Raises:
             ValueError: bad prompt, parameter, decoder or option.
             RuntimeError: the model produced NaN.
-            torch.OutOfMemoryError: not even one image fits into memory.
+            torch.OutOfMemoryError: not even one image fits into memory, or, of a sharded model, a batch does not.
         """
         prompts = self._prompts(prompt, num_images_per_prompt)
         negative = self._negative(negative_prompt, len(prompts), num_images_per_prompt)
@@ -192,7 +201,9 @@ class TextToImagePipeline:
             )
             return result, None if output_type == "codes" else self._decode(result.codes)
 
-        for _, stop, (result, drawn) in in_batches(len(prompts), batch, work):
+        # a forward that breaks off would leave the other processes of a sharded model waiting for it
+        halve = self.model.shards is None
+        for _, stop, (result, drawn) in in_batches(len(prompts), batch, work, halve=halve):
             results.append(result)
             if drawn is not None:
                 pixels.append(drawn)

@@ -124,6 +124,22 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
+    def window(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        layer_kv: Tensor,
+        index: Tensor,
+        bias: Tensor,
+        limit: int,
+        context_kv: Tensor | None,
+    ) -> Tensor:
+        """The layer over the cache; ``turn`` cos and sin, ``context_kv`` [R, 2, Hkv, M, hd] of models with text."""
+        x = x + self.attention.window(self.attention_norm(x), *turn, layer_kv, index, bias, limit)
+        if context_kv is not None:
+            x = x + self.cross_attention.cross(self.cross_attention_norm(x), context_kv)
+        return x + self.feed_forward(self.ffn_norm(x))
+
 
 class Cosmos(nn.Module):
     """Cosmos transformer. Tables are made on the device that asks, never stored."""
@@ -195,10 +211,8 @@ class Cosmos(nn.Module):
         bias, index = mask_bias(mask, x.dtype), slot_index(slots, cache)
         for i, layer in enumerate(self._layers()):
             x = x if shift is None else x + shift
-            x = x + layer.attention.window(layer.attention_norm(x), cos, sin, cache[i], index, bias, limit)
-            if context_kv is not None:
-                x = x + layer.cross_attention.cross(layer.cross_attention_norm(x), context_kv[:, i])
-            x = x + layer.feed_forward(layer.ffn_norm(x))
+            context = None if context_kv is None else context_kv[:, i]
+            x = layer.window(x, (cos, sin), cache[i], index, bias, limit, context)
         x = x if outputs is None else x[:, outputs]
         return self.output(self.norm(x)).float()
 

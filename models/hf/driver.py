@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from visacc.cache import addresses, allocate, window_mask
 from visacc.kernels import pack_bits
-from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import (
+    Conditioning,
+    DecodeState,
+    ImageModel,
+    LayerStack,
+    Layout,
+    ModelOutput,
+    Proposal,
+)
 from visacc.models.compiling import compiled, refuse_hooks
 from visacc.models.hf import attention
 from visacc.models.hf.cache import cache_keyword, cache_shape, slot_cache
@@ -255,8 +263,12 @@ class HFImageModel(ImageModel):
         )
         return state, self._output(state, features[:, -1:], features if hidden else None)
 
+    def stack(self) -> LayerStack:
+        refuse_hooks(self.model, self.name, "sharded")
+        return LayerStack(self.text_model, self.text_model.layers)
+
     def compile(self) -> None:
-        refuse_hooks(self.model, self.name)
+        refuse_hooks(self.model, self.name, "compiled")
         if self.attention_implementation == attention.TREE:
             raise ValueError(
                 f"attn_implementation={attention.TREE!r} brings its own kernels and cannot be compiled; load {self.name}"

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from visacc.cache import addresses, allocate, window_mask
-from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import (
+    Conditioning,
+    DecodeState,
+    ImageModel,
+    LayerStack,
+    Layout,
+    ModelOutput,
+    Proposal,
+)
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
 from visacc.models.llamagen.compiled import CompiledWindow
 from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
@@ -180,6 +188,9 @@ class LlamaGen(ImageModel):
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.gpt.output(hidden.to(self.gpt.output.weight.dtype)).float()
+
+    def stack(self) -> LayerStack:
+        return LayerStack(self.gpt, self.gpt.blocks, "forward_window", "window")
 
     def compile(self) -> None:
         self._compiled = CompiledWindow(self.gpt)

@@ -115,6 +115,13 @@ class Block(nn.Module):
         x = x + self.resid_dropout(self.attention(self.attention_norm(x), turn, mask))
         return x + self.ffn_dropout(self.feed_forward(self.ffn_norm(x)))
 
+    def window(
+        self, x: Tensor, turn: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int
+    ) -> Tensor:
+        """The block over the cache, see :meth:`Attention.window`."""
+        x = x + self.attention.window(self.attention_norm(x), turn, layer_kv, index, bias, limit)
+        return x + self.feed_forward(self.ffn_norm(x))
+
 
 class LabelEmbedder(nn.Module):
     """Class embedding; the last row is the null class."""
@@ -291,8 +298,7 @@ class GPT(nn.Module):
         index = slots[None, :, None, :, None].expand(2, rows, cache.shape[3], width, cache.shape[5])
         wanted: dict[int, Tensor] = {}
         for i, layer in enumerate(self.blocks):
-            x = x + layer.attention.window(layer.attention_norm(x), turn, cache[i], index, bias, limit)
-            x = x + layer.feed_forward(layer.ffn_norm(x))
+            x = layer.window(x, turn, cache[i], index, bias, limit)
             if i in hidden:
                 wanted[i] = x
         normed = self.norm(x)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from visacc.cache import addresses, window_mask
-from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import (
+    Conditioning,
+    DecodeState,
+    ImageModel,
+    LayerStack,
+    Layout,
+    ModelOutput,
+    Proposal,
+)
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.lpd.model import LPD
 
@@ -142,6 +150,9 @@ class LPDModel(ImageModel):
             proposal.outputs,
         )
         return _split(state, logits)
+
+    def stack(self) -> LayerStack:
+        return LayerStack(self.net, self.net.layers, "forward_window", "window")
 
     def _rows(self, state: DecodeState, proposal: Proposal) -> Tensor:
         """Input rows [R, N, D]: known codes first, then queries."""

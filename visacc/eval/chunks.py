@@ -52,11 +52,12 @@ def run_chunks(
     label: str,
     *,
     quiet: bool = False,
+    through: Callable[[], object] | None = None,
 ) -> None:
     """Do every pending chunk: `work(chunk, start, stop)` must end by writing the chunk's marker.
 
     Pending chunks are dealt out in turn, so after a resume the rest is again shared evenly. Returns when all
-    processes are through.
+    processes are through; `through` is called when this one is.
     """
     pending = chunks.pending()
     # everybody must have looked before anybody finishes a chunk, or the shares would overlap
@@ -72,6 +73,8 @@ def run_chunks(
                 report(start)
             elif world.main and others:
                 report(chunks.done_items())
+    if through is not None:
+        through()
     world.barrier()
     left = chunks.pending()
     if left:

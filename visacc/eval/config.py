@@ -65,7 +65,7 @@ class Config:
 
         return {
             "model": self.pipeline or self.model,
-            "model_options": {k: v for k, v in self.model_options.items() if k != "device"},
+            "model_options": {k: v for k, v in self.model_options.items() if k not in _PLACE},
             "device": device,
             "decoder": cell.decoder,
             "decoder_options": dict(cell.options),
@@ -79,6 +79,8 @@ class Config:
         }
 
 
+_PLACE = ("device", "device_map", "shard")
+"""Model options that say where the model lies, not which pictures it draws."""
 MOST_CELLS = 1000
 """Settings of one decoder entry beyond which its lists are taken for a mistake."""
 MOST_VALUES = 100_000

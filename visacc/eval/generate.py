@@ -22,6 +22,8 @@ from visacc.reading import naming
 from visacc.traces import TRACED, encode_grid, environment
 
 FORMAT = 1
+_LOAD = ("device", "dtype", "image_size", "compile", "device_map", "shard")
+"""Model options that are arguments of ``visacc.load`` itself."""
 
 
 class Pipeline(Protocol):
@@ -132,7 +134,7 @@ class Builder:
             from visacc import load
 
             options = {**config.model_options, "device": self.device}
-            known = {k: options.pop(k) for k in ("device", "dtype", "image_size", "compile") if k in options}
+            known = {k: options.pop(k) for k in _LOAD if k in options}
             self._pipe = load(
                 config.model, decoder=cell.decoder, model_options=options or None, **known, **cell.options
             )
@@ -233,7 +235,8 @@ def generate_cell(
             record["lossless"] = used["lossless"]
         write_json(chunks.path(chunk), record)
 
-    run_chunks(world, chunks, work, f"generate {cell.name}", quiet=quiet)
+    through = pipe.finish if isinstance(pipe, TextToImagePipeline) else None
+    run_chunks(world, chunks, work, f"generate {cell.name}", quiet=quiet, through=through)
 
 
 def drop_damaged(folder: Path, chunks: Chunks) -> int:
