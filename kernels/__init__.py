@@ -12,6 +12,7 @@ from visacc.kernels.ops import (
     race_topk,
     window_resample,
 )
+from visacc.kernels.sweep_ops import neighbour_sweep
 from visacc.kernels.tree_ops import (
     INDEPENDENT,
     POINT,
@@ -36,6 +37,7 @@ __all__ = [
     "draw",
     "group_sums",
     "neighbour_mass",
+    "neighbour_sweep",
     "pack_bits",
     "process_logits",
     "race",

@@ -32,6 +32,7 @@ from visacc.kernels import (
     draw,
     group_sums,
     neighbour_mass,
+    neighbour_sweep,
     process_logits,
     race,
     rng,
@@ -127,6 +128,42 @@ def verify_cases(device: str) -> Iterator[Case]:
             rows, codes = p[:, :-1].flatten(0, 1), torch.randn(vocab, 8, device=device)
             run = partial(group_sums, rows, q.flatten(0, 1), x.flatten(), None, codes, 14, 0.15, 0.5)
             yield Case("groups", name, run, 4 * p.numel(), {})
+
+
+def sweep_cases(device: str) -> Iterator[Case]:
+    """The window behind a rejection: one token in front of it has moved, most drafts stand."""
+    for name, batch, window, vocab, side in (
+        ("shapes window 16, batch 16", 16, 15, 512, 16),
+        ("shapes window 64, batch 16", 16, 63, 512, 16),
+        ("LlamaGen window 32", 1, 31, 16384, 24),
+        ("Lumina window 64", 1, 63, 65536, 48),
+    ):
+        slots, rank, first = side * side, 32, 5 * side
+        cells = torch.arange(slots, device=device)
+        neighbour = torch.stack([cells - back for back in (1, 2, side - 1, side, side + 1)]).clamp(min=-1)
+        p = laws(batch, window, vocab, device=device)
+        q = (p + 0.1 * laws(batch, window, vocab, device=device)) / 1.1
+        seen = torch.randint(0, vocab, (batch, slots), device=device)
+        known = seen.clone()
+        known[:, first - 1] = (known[:, first - 1] + 1) % vocab
+        draft = torch.multinomial(q.view(-1, vocab), 1).view(batch, window)
+        seen[:, first : first + window] = draft
+        run = partial(
+            neighbour_sweep,
+            p,
+            draft,
+            known,
+            seen,
+            torch.full((batch,), first, device=device),
+            neighbour,
+            torch.randn(5, vocab, rank, device=device) / rank**0.5,
+            torch.randn(5, rank, vocab, device=device),
+            (torch.arange(window, device=device) >= window - 3).expand(batch, -1).contiguous(),
+            q=q,
+            u=torch.rand(batch, window, device=device),
+            U=torch.randint(0, 2**32, (batch, window), device=device),
+        )
+        yield Case("sweep", name, run, 8 * p.numel(), {})
 
 
 def tree_cases(device: str) -> Iterator[Case]:
@@ -240,6 +277,7 @@ def per_layer_commit(kv: Any, path: Any) -> None:
 FAMILIES: dict[str, Callable[[str], Iterator[Case]]] = {
     "logits": logits_cases,
     "verify": verify_cases,
+    "sweep": sweep_cases,
     "tree": tree_cases,
     "attention": attention_cases,
     "other": other_cases,

@@ -147,6 +147,34 @@ def relaxed_variants() -> Iterator[Variant]:
     )  # fmt: skip
 
 
+def sweep_variants() -> Iterator[Variant]:
+    from visacc.kernels.triton import sweep
+
+    P, I, B = "*fp32", "*i64", "*u8"
+    pointers = {
+        "law_ptr": P, "draft_ptr": I, "now_ptr": I, "seen_ptr": I, "first_ptr": I, "near_ptr": I, "left_ptr": P,
+        "right_ptr": P, "fresh_ptr": B, "given_ptr": B, "gate_ptr": P, "q_ptr": P, "onehot_ptr": B, "drafted_ptr": B,
+        "u_ptr": P, "U_ptr": I, "E_ptr": P, "tokens_ptr": I,
+    }  # fmt: skip
+    flags = {"HAS_GIVEN": True, "HAS_GATE": True, "HAS_Q": True, "HAS_ONEHOT": True, "HAS_DRAFTED": True}
+    race = {**dict.fromkeys(flags, False), "HAS_GIVEN": True, "HAS_GATE": True}
+    gone = ("q_ptr", "onehot_ptr", "drafted_ptr", "u_ptr", "U_ptr")
+    for tile in (512, 4096):
+        for name, const in (
+            ("coupled", {**flags, "RACE": False, "E_ptr": None}),
+            ("race", {**race, "RACE": True, **dict.fromkeys(gone)}),
+        ):
+            yield Variant(
+                f"sweep {name} tile {tile}",
+                sweep.sweep_kernel,
+                {a: t for a, t in pointers.items() if a not in const},
+                {**const, "BLOCK": tile},
+                sweep.sweep_warps(tile),
+                exact=False,
+                aligned=("V", "q_batch", "q_row", "e_batch", "e_row"),
+            )
+
+
 def tree_variants() -> Iterator[Variant]:
     from visacc.kernels.triton import tree, tree_ratio
 
@@ -281,6 +309,7 @@ FAMILIES = {
     "sampling": sampling_variants,
     "logits": logits_variants,
     "relaxed": relaxed_variants,
+    "sweep": sweep_variants,
     "tree": tree_variants,
 }
 
@@ -302,12 +331,16 @@ SWITCHED = {
     "HAS_DEPTH": ("depth_ptr",),
     "HAS_KINDS": ("kind_ptr",),
     "HAS_NEAR": ("near_ptr",),
+    "HAS_GIVEN": ("given_ptr",),
+    "HAS_GATE": ("gate_ptr",),
+    "HAS_DRAFTED": ("drafted_ptr",),
+    "RACE": ("E_ptr",),
 }
 """Pointers that come and go with an option; the types of those that a variant leaves out."""
 
 ABSENT_TYPES = {
     "numerator_ptr": "*fp32", "denominator_ptr": "*fp32", "allowed_ptr": "*u8", "allowed_stride": "i32",
-    "kind_ptr": "*i8", "depth_ptr": "*i32", "near_ptr": "*i32",
+    "kind_ptr": "*i8", "depth_ptr": "*i32", "near_ptr": "*i32", "E_ptr": "*fp32",
 }  # fmt: skip
 
 
