@@ -42,7 +42,7 @@ def load(
     state, config, _ = read_asset(ASSETS / f"{name}.safetensors")
     net = NBP(NBPConfig(**config))
     net.load_state_dict(state)
-    return NBPModel(
+    model = NBPModel(
         net.to(device=device, dtype=dtype),
         load_tokenizer(device),
         given_frames=given_frames,
@@ -50,3 +50,5 @@ def load(
         name=name,
         defaults={"top_p": 0.95, "guidance_scale": 1.0},
     )
+    model.folder = ASSETS / name  # of companion files, where there are any
+    return model

@@ -1,9 +1,13 @@
 """Neighbour tables: how a position's logits shift when the token at a neighbouring grid cell changes.
 
-``B_o[a]`` (a row of V logits) is the average effect of token ``a`` at offset ``o``; if that neighbour changes from ``a`` to
-``b``, the logits of this position move by about ``B_o[b] - B_o[a]``. Tables are kept as factors ``B_o = A_o C_o`` of a small
-rank, so that nothing of size V x V is stored. They are a property of one model (and were measured at one guidance scale); a
-wrong table costs speed, never exactness.
+``B_o[a]`` (a row of V logits) is the effect of token ``a`` at offset ``o``; if that neighbour changes from ``a`` to ``b``,
+the logits of this position move by about ``B_o[b] - B_o[a]``. Tables are kept as factors ``B_o = A_o C_o`` of a small rank,
+so that nothing of size V x V is stored. What a change does depends on what the position was about to become, so each
+direction of the factors has a gate that looks at the position's law before the change:
+
+    shift = ((A_o[b] - A_o[a]) * g_o) C_o,      g = 1 + tanh(sqrt(p) P) M.
+
+Tables are a property of one model (and were fitted at one guidance scale); wrong ones cost speed, never exactness.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +29,8 @@ Offset = tuple[int, int, int]
 
 #: (frame, row, column) of the neighbours that matter: left, two to the left, above, and the two diagonals above
 IMAGE_OFFSETS: tuple[Offset, ...] = ((0, 0, -1), (0, 0, -2), (0, -1, 1), (0, -1, 0), (0, -1, -1))
+#: in a video also the same place in the frame before
+VIDEO_OFFSETS: tuple[Offset, ...] = (*IMAGE_OFFSETS, (-1, 0, 0))
 TABLE_FILE = "neighbours.safetensors"
 
 
@@ -35,9 +42,13 @@ class NeighbourTables:
         offsets: O grid offsets (frame, row, column), each pointing to an earlier slot.
         left: float32 [O, V, r] factors A.
         right: float32 [O, r, V] factors C.
-        base: float32 [V] mean logits that no neighbour explains: the law of a position known by its neighbours alone.
-        fingerprint: of the model that they were measured on.
-        guidance_scale: at which they were measured.
+        base: float32 [V] logits that no neighbour explains: with the neighbours' table rows they give a position that no
+            forward has read its first law.
+        fingerprint: of the model that they were fitted to.
+        guidance_scale: at which they were fitted.
+        probe: float32 [V, m] P, what the gates look for in a law, or ``None`` for gates of 1.
+        mixer: float32 [m, O, r] M, with ``probe``.
+        fresh_gate: float32 [O, r] the gate of positions without a law, with ``probe``.
     """
 
     offsets: tuple[Offset, ...]
@@ -46,6 +57,9 @@ class NeighbourTables:
     base: Tensor
     fingerprint: str
     guidance_scale: float = 1.0
+    probe: Tensor | None = None
+    mixer: Tensor | None = None
+    fresh_gate: Tensor | None = None
 
     def __post_init__(self) -> None:
         count, vocab, rank = self.left.shape
@@ -58,6 +72,13 @@ class NeighbourTables:
                 f"neighbour tables do not fit together: {len(self.offsets)} offsets, factors {list(self.left.shape)} and"
                 f" {list(self.right.shape)}, base {list(self.base.shape)}"
             )
+        if self.probe is not None:
+            looks = self.probe.shape[-1]
+            mixer, fresh = (None if t is None else t.shape for t in (self.mixer, self.fresh_gate))
+            if (self.probe.shape, mixer, fresh) != ((vocab, looks), (looks, count, rank), (count, rank)):
+                raise ValueError(
+                    f"gates {list(self.probe.shape)}, {mixer}, {fresh} do not fit the neighbour tables"
+                )
         for offset in self.offsets:
             if len(offset) != 3 or not offset < (0, 0, 0):
                 raise ValueError(
@@ -100,8 +121,21 @@ class NeighbourTables:
             model.fingerprint(),
         )
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        names = ("left", "right", "base", "probe", "mixer", "fresh_gate")
+        return {n: t for n in names if (t := getattr(self, n)) is not None}
+
     def to(self, device: torch.device | str) -> NeighbourTables:
-        return replace(self, **{n: getattr(self, n).to(device) for n in ("left", "right", "base")})
+        moved: dict[str, Any] = {n: t.to(device) for n, t in self.tensors.items()}
+        return replace(self, **moved)
+
+    def gates(self, law: Tensor) -> Tensor | None:
+        """Gates [..., O, r] of positions whose laws [..., V] are corrected."""
+        if self.probe is None or self.mixer is None:
+            return None
+        return gates(law, self.probe, self.mixer)
 
     def check(self, model: ImageModel) -> None:
         """Raise ``ValueError`` unless the tables were measured on this model."""
@@ -121,7 +155,7 @@ class NeighbourTables:
 
     def save(self, path: str | Path) -> None:
         """Write float16 safetensors, whole or not at all."""
-        tensors = {n: getattr(self, n).half().contiguous().cpu() for n in ("left", "right", "base")}
+        tensors = {n: t.half().contiguous().cpu() for n, t in self.tensors.items()}
         meta = {
             "format": "visacc-neighbours-1",
             "offsets": json.dumps(self.offsets),
@@ -140,8 +174,22 @@ class NeighbourTables:
             raise ValueError(f"{path} holds no neighbour tables (write them with 'visacc calibrate')")
         with naming(path):
             left, right, base = (tensors[n].float() for n in ("left", "right", "base"))
-            offsets = tuple(tuple(map(int, o)) for o in json.loads(meta["offsets"]))
-            return cls(offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]))
+            gating = {n: tensors[n].float() for n in ("probe", "mixer", "fresh_gate") if n in tensors}
+            offsets = tuple((int(t), int(y), int(x)) for t, y, x in json.loads(meta["offsets"]))
+            return cls(
+                offsets, left, right, base, meta["fingerprint"], float(meta["guidance_scale"]), **gating
+            )
+
+
+def offsets_of(layout: Layout) -> tuple[Offset, ...]:
+    """The offsets that matter on a layout's grid."""
+    return VIDEO_OFFSETS if layout.grid[0] > 1 else IMAGE_OFFSETS
+
+
+def gates(law: Tensor, probe: Tensor, mixer: Tensor) -> Tensor:
+    """``1 + tanh(sqrt(law) probe) mixer``: laws [..., V] -> gates [..., O, r]."""
+    seen = (law.sqrt() @ probe.to(law.dtype)).tanh()
+    return (seen @ mixer.flatten(1).to(law.dtype)).add_(1).unflatten(-1, mixer.shape[1:])
 
 
 def neighbour_slots(layout: Layout, offsets: tuple[Offset, ...]) -> Tensor:
@@ -150,19 +198,7 @@ def neighbour_slots(layout: Layout, offsets: tuple[Offset, ...]) -> Tensor:
 
 
 def low_rank(tables: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Best rank-r factors [O, V, r] and [O, r, V] of full tables float32 [O, V, V], scale split evenly.
-
-    Singular value decomposition; subspace iteration from a fixed start where that is much cheaper.
-    """
-    vocab = tables.shape[1]
-    if vocab <= 128 or rank > vocab // 4:
-        u, s, vh = torch.linalg.svd(tables, full_matrices=False)
-    else:
-        start = torch.randn(vocab, rank + 8, generator=torch.Generator().manual_seed(0))
-        basis = torch.linalg.qr(tables @ start.to(tables))[0]
-        for _ in range(4):
-            basis = torch.linalg.qr(tables @ torch.linalg.qr(tables.mT @ basis)[0])[0]
-        u, s, vh = torch.linalg.svd(basis.mT @ tables, full_matrices=False)
-        u = basis @ u
-    root = s[:, :rank].clamp(min=0).sqrt()
+    """Best rank-r factors [O, V, r] and [O, r, V] of full tables float32 [O, V, V], scale split evenly."""
+    u, s, vh = torch.linalg.svd(tables, full_matrices=False)
+    root = s[:, :rank].sqrt()
     return (u[..., :rank] * root[:, None]).contiguous(), (root[..., None] * vh[:, :rank]).contiguous()
