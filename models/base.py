@@ -110,8 +110,8 @@ class Proposal:
         special: int64 [N], the same for all rows: -1 feeds the node's code, j >= 0 feeds the model's special input j
             instead (LPD's query vector, the middle tokens of next-block models).
         outputs: int64 [M], nodes whose logits are wanted; ``None`` for all.
-        full: a promise that lets adapters skip the mask: all rows stand at the same place, ``reach`` is exact, and every node
-            sees everything below it. The other fields say the same.
+        full: a promise that lets adapters skip the mask: all rows stand at the same place, ``reach`` is exact, and every
+            node sees everything below it. The other fields say the same.
     """
 
     tokens: Tensor

@@ -1,12 +1,13 @@
-"""torch.compile of a model's window forward: what it needs of the machine, and the cache write that compiled code can do in
-place.
+"""torch.compile of a model's window forward: what it needs of the machine, CUDA graphs on a GPU, and the cache write that
+compiled code can do in place.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,10 @@ _COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 def compiled(function: Callable[..., Any], device: torch.device, *, whole: bool) -> Callable[..., Any]:
-    """``torch.compile(function)``, after checking that this machine can.
+    """``torch.compile(function)``, after checking that this machine can; on a GPU replayed as CUDA graphs.
+
+    A graph writes its results to the same memory every time, so on a GPU they must be copied (:func:`kept`) before the next
+    call. Tensors that the function writes into must be marked (:func:`fixed`): others would keep it from becoming a graph.
 
     Args:
         whole: the function must be one graph; otherwise it may break into several.
@@ -34,7 +38,30 @@ def compiled(function: Callable[..., Any], device: torch.device, *, whole: bool)
             )
     elif device.type == "cuda" and find_spec("triton") is None:
         raise RuntimeError("compile=True on a GPU needs Triton: pip install triton, or load without compile")
-    return torch.compile(function, fullgraph=whole)
+    if device.type != "cuda":
+        return torch.compile(function, fullgraph=whole)
+    graphs = torch.compile(function, fullgraph=whole, mode="reduce-overhead")
+
+    @functools.wraps(function)
+    def replay(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return graphs(*args, **kwargs)
+
+    return replay
+
+
+def fixed(tensors: Iterable[Tensor]) -> None:
+    """Mark tensors whose memory stays where it is from call to call, so that a CUDA graph may write into it.
+
+    When it moves all the same, as from one batch to the next, the graph is recorded anew, and nothing is compiled anew.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def kept(result: Tensor) -> Tensor:
+    """A result of :func:`compiled` that outlives the next call."""
+    return result.clone() if result.is_cuda else result
 
 
 def refuse_hooks(module: nn.Module, name: str, what: str) -> None:

@@ -141,6 +141,46 @@ def test_transformers_models(family: str, eager_backend: None, tmp_path: Path) -
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+def test_a_gpu_gets_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch is asked for, and that every call begins a step (no GPU here: torch.compile itself is replaced)."""
+    asked: list[dict[str, Any]] = []
+    steps: list[int] = []
+    monkeypatch.setattr(compiling, "find_spec", lambda name: object())
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(torch, "compile", lambda f, **options: asked.append(options) or f)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(1))
+    assert compiling.compiled(lambda x: x + 1, torch.device("cuda"), whole=True)(2) == 3
+    assert compiling.compiled(lambda x: x + 1, torch.device("cpu"), whole=True)(2) == 3
+    assert asked == [{"fullgraph": True, "mode": "reduce-overhead"}, {"fullgraph": True}]
+    assert steps == [1]
+
+
+@pytest.mark.parametrize("kind", ["llamagen", "janus"])
+@pytest.mark.slow
+@needs_compiler
+def test_only_fixed_memory_is_written(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor's own condition for CUDA graphs: of all inputs it writes only into those with a fixed address."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    found: list[tuple[set[int], set[int]]] = []
+
+    def inner(graph: Any, inputs: Any, **options: Any) -> Any:
+        made = compile_fx_inner(graph, inputs, **options)
+        found.append((set(made.mutated_input_idxs), set(options.get("static_input_idxs", ()))))
+        return made
+
+    torch._dynamo.reset()
+    plain = torch.compile
+    backend = lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda f, **options: plain(f, backend=backend, **options))
+    model = tiny_llamagen(grid=4) if kind == "llamagen" else load_hf(hf_tiny.janus(tmp_path / "janus"))
+    model.compile()
+    step(model, [1, 2, 3] if kind == "llamagen" else [[5, 6, 7], [8, 9, 10]])
+    written = [mutated for mutated, _ in found if mutated]
+    assert sum(map(len, written)) == 4  # keys and values of two layers
+    assert all(mutated <= fixed for mutated, fixed in found)
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_generated_code_draws_the_same_pictures(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from visacc.models.compiling import put_slots
+from visacc.models.compiling import fixed, put_slots
 
 
 class SlotLayer(CacheLayerMixin):
@@ -71,9 +71,16 @@ class SlotLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-def slot_cache(kv: Tensor, slots: Tensor | None, limit: int) -> Cache:
-    """A transformers cache over ``kv`` [layers, 2, rows, kv heads, capacity, head dim] for one forward."""
-    return Cache(layers=[SlotLayer(store, slots, limit) for store in kv])
+def slot_cache(kv: Tensor, slots: Tensor | None, limit: int, *, static: bool = False) -> Cache:
+    """A transformers cache over ``kv`` [layers, 2, rows, kv heads, capacity, head dim] for one forward.
+
+    Args:
+        static: for a compiled forward, see :func:`visacc.models.compiling.fixed`.
+    """
+    layers = [SlotLayer(store, slots, limit) for store in kv]
+    if static:
+        fixed(store for layer in layers for store in (layer.keys, layer.values))
+    return Cache(layers=layers)
 
 
 def cache_keyword(forward: Callable[..., Any]) -> str:

@@ -28,7 +28,7 @@ from visacc.models.base import (
     ModelOutput,
     Proposal,
 )
-from visacc.models.compiling import compiled, refuse_hooks
+from visacc.models.compiling import compiled, kept, refuse_hooks
 from visacc.models.hf import attention
 from visacc.models.hf.cache import cache_keyword, cache_shape, slot_cache
 from visacc.models.hf.prompts import as_list, is_ids, left_pad, stack_branches
@@ -323,10 +323,11 @@ class HFImageModel(ImageModel):
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **{self._cache_key: slot_cache(state.kv, slots, limit)},
+            **{self._cache_key: slot_cache(state.kv, slots, limit, static=static)},
             **extra,
         )
-        return result.last_hidden_state
+        features: Tensor = result.last_hidden_state
+        return kept(features) if static else features
 
     def head(self, hidden: Tensor) -> Tensor:
         """Features [..., D] of the last layer -> logits float32 [..., V] in code space."""

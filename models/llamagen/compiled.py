@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visacc.models.compiling import compiled, put_slots
+from visacc.models.compiling import compiled, fixed, kept, put_slots
 from visacc.models.llamagen.gpt import GPT
 
 
@@ -33,7 +33,8 @@ class CompiledWindow:
         """Logits float32 [R, N, V]; ``mask`` bool [R, N, S] over the whole cache [L, 2, R, H, S, d]."""
         # separate inputs: writing into one layer of a whole would copy the whole
         stores = [store for layer in cache for store in layer]
-        return self._run(codes, positions, slots, mask, stores)
+        fixed(stores)
+        return kept(self._run(codes, positions, slots, mask, stores))
 
     def _forward(
         self, codes: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, stores: Sequence[Tensor]
