@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from launch import torchrun
+from launch import accelerate_launch, torchrun
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_llamagen
 
@@ -123,11 +124,13 @@ def test_commands_that_run_alone_say_so(
 
 
 @pytest.mark.slow
-def test_generate_by_two_processes(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("launch", [torchrun, accelerate_launch])
+def test_generate_by_two_processes(launch: Any, tmp_path: Path, model: Path) -> None:
     """The command as users start it, seed drawn by the main process."""
+    pytest.importorskip("accelerate")
     line = ["generate", "1", "2", "3", "-m", str(model), "-n", "2", "--batch-size", "2", "-d", "mc-sjd"]
     line += ["--window", "4", "-q", "-o"]
-    done = torchrun("-m", "visacc", *line, str(tmp_path / "two"))
+    done = launch("-m", "visacc", *line, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("6 images in") == 1
     made = json.loads((tmp_path / "two" / "stats.json").read_text())
