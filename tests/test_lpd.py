@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -225,11 +226,77 @@ def test_train_command(tmp_path: Any) -> None:
     command = ["lpd", str(data), "-o", str(tmp_path / "run"), "--epochs", "2", "--batch", "4", *shape]
     result = CliRunner().invoke(train_app, command)
     assert result.exit_code == 0, result.output
-    net = load_lpd(tmp_path / "run/lpd.safetensors", heads=2)
-    assert net.config.grid == 4
+    net = load_lpd(tmp_path / "run/lpd.safetensors")
+    assert (net.config.grid, net.config.heads) == (
+        4,
+        2,
+    )  # heads are no matter of shapes: they come with the file
     np.save(data / "codes.npy", np.full((8, 16), 9))
     result = CliRunner().invoke(train_app, command)
     assert "another tokenizer" in str(result.exception)
+
+
+def test_train_command_with_captions(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """From codes, labels and texts to pictures by ``visacc generate``, by class and by caption."""
+    import json
+
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from visacc.cli import main
+    from visacc.models.llamagen.checkpoint import save_model
+
+    data, run_folder = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    np.save(data / "codes.npy", np.tile(np.arange(16, dtype=np.uint16) % 8, (8, 1)))
+    np.save(data / "labels.npy", np.array([0, 1, 2, -1] * 2))
+    np.save(data / "texts.npy", np.array([[1, 2, 0]] * 8))
+    vq = VQModel(
+        VQConfig(ch=8, ch_mult=(1, 1), num_res_blocks=1, z_channels=8, codebook_size=8, norm_groups=4)
+    )
+    save_model(tmp_path / "vq.safetensors", vq, torch.float32)
+    core = Tokenizer(models.WordLevel({"[unk]": 0, "red": 1, "cat": 2, "cow": 9}, unk_token="[unk]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "words")
+
+    def call(*words: object) -> int:
+        with pytest.raises(SystemExit) as stop:
+            main([str(w) for w in words])
+        return int(str(stop.value.code))
+
+    shape = ["--size", "32:1:2", "--grid", 4, "--vocab", 8, "--classes", 3, "--device", "cpu"]
+    train = ["train", "lpd", data, "-o", run_folder, "--epochs", 2, "--batch", 4, *shape]
+    assert call(*train) == 2
+    assert "reads no captions: give --text-vocab" in capsys.readouterr().err
+    assert call(*train, "--text-vocab", 2) == 2
+    assert "ids outside 0..1" in capsys.readouterr().err
+    assert call(*train, "--text-vocab", 8) == 0
+    weights = run_folder / "lpd.safetensors"
+    draw = [
+        "generate",
+        "-m",
+        weights,
+        "--model-option",
+        f"vq={tmp_path / 'vq.safetensors'}",
+        "-d",
+        "lpd",
+        "-q",
+    ]
+    draw += ["--model-option", f"text_tokenizer={tmp_path / 'words'}", "-O", "steps=3", "--device", "cpu"]
+    assert call(*draw, "red cat", 2, "-o", tmp_path / "out", "--seed", 1) == 0
+    stats = json.loads((tmp_path / "out" / "stats.json").read_text())
+    assert [image["prompt"] for image in stats["images"]] == ["red cat", 2]
+    capsys.readouterr()
+    assert call(*draw, "red cow", "-o", tmp_path / "out") == 2
+    assert "writes id 9, the model knows 8 words: another tokenizer" in capsys.readouterr().err
+    assert call(*draw[:-4], "a cat", "-o", tmp_path / "out", "--model-option", "vq=none.pt") == 2
+    assert "none.pt does not exist" in capsys.readouterr().err
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    assert call("generate", 1, "-m", tmp_path / "other.safetensors", "-o", tmp_path / "out") == 2
+    save_model(tmp_path / "vq.safetensors", VQModel(replace(vq.config, codebook_size=9)), torch.float32)
+    assert call(*draw, 1, "-o", tmp_path / "out") == 2
+    assert "another tokenizer" in capsys.readouterr().err
 
 
 def test_pipeline_with_given_codes() -> None:

@@ -23,6 +23,7 @@ from visacc.models.nbp.released import config_of, load_nbp
 from visacc.models.video_prompt import VideoPrompt
 from visacc.sampling import SamplingParams
 from visacc.train.cli import app as train_app
+from visacc.video_models import default_decoder, load_video_model
 
 
 def build(block: int = 4, given: int = 0, text: bool = True, **options: Any) -> NBPModel:
@@ -268,8 +269,18 @@ def test_train_command_fine_tunes_a_twin(tmp_path: Any) -> None:
     command = ["nbp", str(tmp_path), "--from", str(tmp_path / "ntp.ckpt"), "-o", str(tmp_path / "run")]
     result = CliRunner().invoke(train_app, [*command, "--block", "4", "--steps", "2", "--batch", "4", *shape])
     assert result.exit_code == 0, result.output
-    net = load_nbp(tmp_path / "run/nbp.safetensors", heads=4, grid=(3, 4, 4), video_vocab=24, text_vocab=20)
-    assert net.config.block == 4
+    made = tmp_path / "run/nbp.safetensors"
+    net = load_nbp(made)
+    assert (net.config.block, net.config.heads, net.config.grid) == (4, 4, (3, 4, 4))
+    model = load_video_model(made)
+    assert default_decoder(model) == "nbp"
+    assert model.layout.grid == (3, 4, 4)
+    command[3] = str(made)  # and on from there
+    command[5] = str(tmp_path / "more")
+    result = CliRunner().invoke(train_app, [*command, "--block", "4", "--steps", "1", "--batch", "4", *shape])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(train_app, [*command, "--block", "8", "--steps", "1", "--batch", "4", *shape])
+    assert "block size 1" in str(result.exception)
 
 
 @pytest.mark.parametrize("given", [0, 1])

@@ -154,7 +154,7 @@ def _load(
     loaded = load_video_model(
         model, given_frames=given_frames, device=where, dtype=_dtype(dtype, where), **files
     )
-    return loaded, decoder or default_decoder(files.get("file") or model)
+    return loaded, decoder or default_decoder(loaded)
 
 
 def _options(pairs: list[str] | None) -> dict[str, Any]:

@@ -25,10 +25,9 @@ def known_video_models() -> dict[str, str]:
     )
 
 
-def default_decoder(name_or_path: str | Path) -> str:
+def default_decoder(model: ImageModel) -> str:
     """The decoder to use when the caller names none: ``nbp`` for next-block models, ``ar`` else."""
-    name = Path(name_or_path).name
-    return "nbp" if name == "moving-nbp" or ("nbp" in name and name.endswith(".ckpt")) else "ar"
+    return "nbp" if model.block > 1 else "ar"
 
 
 def load_video_model(
@@ -42,7 +41,7 @@ def load_video_model(
     text_tokenizer: str | Path | None = None,
     text_encoder: str | Path | None = None,
 ) -> ImageModel:
-    """An embedded model, an NBP checkpoint (.ckpt), or a Cosmos model by name.
+    """An embedded model, an NBP checkpoint (.ckpt, or what ``visacc train nbp`` wrote), or a Cosmos model by name.
 
     Args:
         given_frames: latent frames that prompts bring; ``None`` takes what the model is for (0 with a class text, 2 for
@@ -62,7 +61,7 @@ def load_video_model(
         if file is None:
             raise ValueError(f"{name} is not bundled: give its downloaded model.pt (or folder) as `file`")
         return _load_cosmos(name, file, given_frames, device, dtype, tokenizer, text_encoder)
-    if name.endswith(".ckpt") or (file and str(file).endswith(".ckpt")):
+    if str(file or name).endswith((".ckpt", ".safetensors")):
         return _load_nbp(file or name, given_frames, device, dtype, tokenizer, text_tokenizer)
     raise unknown("video model", name, known_video_models())
 
@@ -107,7 +106,7 @@ def _load_nbp(
     if net.config.hybrid and text_tokenizer is not None:
         from transformers import AutoTokenizer
 
-        ids = llama_reader(AutoTokenizer.from_pretrained(str(text_tokenizer)))
+        ids = llama_reader(AutoTokenizer.from_pretrained(str(text_tokenizer)), net.config.cond_tokens)
 
         def read_class(text: str) -> torch.Tensor:
             return ids(ucf_text(text))

@@ -59,6 +59,15 @@ def read_weights(
     return dict(content), {}
 
 
+def tensor_names(path: str | Path) -> set[str]:
+    """Names in a safetensors file, from its header alone. Raises ``ValueError`` naming the file where it has none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: truncated or not a safetensors file ({error})") from error
+
+
 def tensors_in(path: str | Path, content: Mapping[Any, Any], keys: Iterable[str] = ()) -> State:
     """The tensors of a file's top level, or of the first of ``keys`` that holds a mapping; other entries are left out.
 
@@ -132,7 +141,8 @@ def _check_archive(path: Path) -> bool:
 
 def _check_tensors(path: Path, content: Any) -> None:
     """Plain tensors only, none larger than its storage: an expanded view would be allocated in full when it is copied."""
-    todo, seen = [("", content)], set()
+    todo: list[tuple[Any, Any]] = [("", content)]
+    seen: set[int] = set()
     while todo:
         name, value = todo.pop()
         if isinstance(value, Tensor):

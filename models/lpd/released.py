@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.lpd.model import LPD, LPDConfig
-from visacc.reading import naming
+from visacc.reading import naming, read_entry
 from visacc.weights import load_checked, read_weights, tensors_in
 
 #: name -> (width, layers, heads)
@@ -40,10 +40,17 @@ PRESETS = {
 }
 
 
-def read_container(path: str | Path) -> dict[str, Tensor]:
-    """State dict of a published file: ``{'model': ...}`` or bare. Training snapshots carry an argparse.Namespace."""
-    content, _ = read_weights(path, allow_training_state=True)
-    return tensors_in(path, content, ("model",))
+def read_container(path: str | Path) -> tuple[dict[str, Tensor], LPDConfig | None]:
+    """State dict of a published file: ``{'model': ...}`` or bare. Training snapshots carry an argparse.Namespace.
+
+    Files that ``visacc train lpd`` wrote also hold their hyper-parameters.
+    """
+    content, metadata = read_weights(path, allow_training_state=True)
+    state = tensors_in(path, content, ("model",))
+    if "config" not in metadata:
+        return state, None
+    with naming(path):
+        return state, LPDConfig(**read_entry(path, metadata, "config"))
 
 
 def config_of(state: dict[str, Tensor], heads: int | None = None) -> LPDConfig:
@@ -74,9 +81,9 @@ def config_of(state: dict[str, Tensor], heads: int | None = None) -> LPDConfig:
 
 def load_lpd(path: str | Path, *, heads: int | None = None, dtype: torch.dtype = torch.float32) -> LPD:
     """Model of a published (or own) file, in evaluation mode. Strict: every tensor must match."""
-    state = read_container(path)
+    state, stored = read_container(path)
     with naming(path):
-        config = config_of(state, heads)
+        config = stored or config_of(state, heads)
     return (
         load_checked(path, lambda: LPD(config), state, "the LPD model its first tensors describe")
         .to(dtype)
@@ -87,7 +94,7 @@ def load_lpd(path: str | Path, *, heads: int | None = None, dtype: torch.dtype =
 def load_vq(path: str | Path, config: VQConfig | None = None) -> VQModel:
     """LlamaGen's VQ-16 as LPD ships it; ``quantize.codebook_used`` (a usage counter) is dropped."""
     config = config or VQConfig()
-    state = {k: v.float() for k, v in read_container(path).items() if k != "quantize.codebook_used"}
+    state = {k: v.float() for k, v in read_container(path)[0].items() if k != "quantize.codebook_used"}
     found = state.get("quantize.embedding.weight")
     shape = (config.codebook_size, config.codebook_dim)
     if found is None or tuple(found.shape) != shape:

@@ -102,6 +102,21 @@ def lpd_loss(
     return F.cross_entropy(logits.flatten(0, 1), tokens.gather(1, orders).flatten())
 
 
+def conditioned_loss(
+    model: LPD,
+    tokens: Tensor,
+    labels: Tensor,
+    words: Tensor | None,
+    groups: Sequence[int],
+    **orders: Tensor | None,
+) -> Tensor:
+    """:func:`lpd_loss` where samples that have both a label and a caption show the model one of the two at random."""
+    if words is not None:
+        by_label = (labels >= 0) & (torch.rand(len(labels), device=labels.device) < 0.5)
+        labels, words = torch.where(by_label, labels, -1), words.masked_fill(by_label[:, None], 0)
+    return lpd_loss(model, tokens, labels, words, groups, **orders)
+
+
 def train_lpd(
     model: LPD,
     codes: Tensor,
@@ -125,12 +140,9 @@ def train_lpd(
 
     def loss(pick: Tensor) -> Tensor:
         groups = lists[int(torch.randint(len(lists), (1,)))]
-        label, word = labels[pick], None if words is None else words[pick]
-        if word is not None:
-            by_label = (label >= 0) & (torch.rand(len(pick)) < 0.5)
-            label, word = torch.where(by_label, label, -1), word.masked_fill(by_label[:, None], 0)
+        words_of = None if words is None else words[pick]
         orders = torch.arange(tokens).expand(len(pick), -1) if raster else None
-        return lpd_loss(model, codes[pick], label, word, groups, orders)
+        return conditioned_loss(model, codes[pick], labels[pick], words_of, groups, orders=orders)
 
     fit(model, loss, len(codes), folder, name, settings, matrices=model.blocks)
     return model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visacc.models.nbp.gpt import NBP, PAD, NBPConfig
-from visacc.reading import naming
+from visacc.reading import naming, read_entry
 from visacc.weights import load_checked, read_weights, tensors_in
 
 VIDEO_VOCAB, TEXT_VOCAB, TEXT_TOKENS = 64000, 32000, 8
@@ -26,9 +26,12 @@ HEADS = {
 _HEADS_BY_WIDTH = {1536: 16, 2048: 32, 3072: 32}
 
 
-def read_container(path: str | Path) -> dict[str, Tensor]:
-    """Transformer tensors of a Lightning checkpoint, without prefixes, masks and a frozen tokenizer."""
-    content, _ = read_weights(path)
+def read_container(path: str | Path) -> tuple[dict[str, Tensor], NBPConfig | None]:
+    """Transformer tensors of a Lightning checkpoint, without prefixes, masks and a frozen tokenizer.
+
+    Files that ``visacc train nbp`` wrote also hold their hyper-parameters.
+    """
+    content, metadata = read_weights(path)
     found = {}
     for key, value in tensors_in(path, content, ("state_dict",)).items():
         key = key.removeprefix("module.")
@@ -38,7 +41,10 @@ def read_container(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is no NBP checkpoint: transformer.tok_emb.weight and transformer.pos_emb are missing"
         )
-    return found
+    if "config" not in metadata:
+        return found, None
+    with naming(path):
+        return found, NBPConfig(**read_entry(path, metadata, "config"))
 
 
 def config_of(
@@ -84,11 +90,11 @@ def config_of(
 
 
 def load_nbp(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> NBP:
-    """Model of a published file, in evaluation mode; ``shape`` as for :func:`config_of`."""
-    state = read_container(path)
+    """Model of a published file, in evaluation mode; ``shape`` as for :func:`config_of`, not read for own files."""
+    state, stored = read_container(path)
     shape.setdefault("heads", HEADS.get(Path(path).name))
     with naming(path):
-        config = config_of(state, **shape)
+        config = stored or config_of(state, **shape)
     if "uncond_embedding" not in state or not config.hybrid:
         state["uncond_embedding"] = torch.zeros(config.cond_tokens, config.dim)
     return (
@@ -113,11 +119,11 @@ def right_padded(ids: list[int], length: int = TEXT_TOKENS, pad: int = PAD) -> T
     return torch.tensor(ids + [pad] * (length - len(ids)))
 
 
-def llama_reader(tokenizer: Callable[..., Any]) -> Callable[[str], Tensor]:
-    """Text -> ids [8] with a LLaMA tokenizer of transformers."""
+def llama_reader(tokenizer: Callable[..., Any], length: int = TEXT_TOKENS) -> Callable[[str], Tensor]:
+    """Text -> ids [length] with a LLaMA tokenizer of transformers."""
 
     def read(text: str) -> Tensor:
-        return right_padded(list(tokenizer(text)["input_ids"]))
+        return right_padded(list(tokenizer(text)["input_ids"]), length)
 
     return read
 

@@ -1,14 +1,15 @@
 """``visacc train lpd`` and ``visacc train nbp``: train parallel decoders' models on a folder of codes.
 
 The folder holds ``codes.npy`` (integers [count, N] or [count, ...] that flatten to N, raster order) and optionally
-``labels.npy`` (int [count], -1 for none; LPD) or ``texts.npy`` (int [count, c] raw text ids; NBP). Rates, decay and clipping
-are those of the published recipes; runs resume from their folder.
+``labels.npy`` (int [count], -1 for none; LPD) and ``texts.npy`` (int [count, c] text ids; LPD pads on the right with 0).
+Rates, decay and clipping are those of the published recipes; runs resume from their folder. What comes out is loaded by its
+path.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,19 +65,24 @@ def _column(folder: Path, name: str, count: int) -> Tensor | None:
 
 
 def lpd(
-    data: Annotated[Path, typer.Argument(help="Folder with codes.npy and labels.npy.")],
+    data: Annotated[Path, typer.Argument(help="Folder with codes.npy, and labels.npy or texts.npy or both.")],
     out: _Out = Path("lpd"),
     size: Annotated[str, typer.Option(help="l, xl, xxl, or width:layers:heads.")] = "l",
     grid: Annotated[int, typer.Option(help="Codes along a side of the picture.")] = 16,
     vocab: Annotated[int, typer.Option(help="Size of the codebook.")] = 16384,
     classes: Annotated[int, typer.Option(help="Number of classes.")] = 1000,
+    text_vocab: Annotated[
+        int, typer.Option(help="Size of the text tokenizer's vocabulary; 0 trains without captions.")
+    ] = 0,
     start: _Start = None,
     epochs: Annotated[float, typer.Option(help="Epochs (published: 450 at 256 px, 50 at 512 px).")] = 450,
     batch: Annotated[int, typer.Option(help="Samples per step.")] = 256,
     lr: Annotated[float | None, typer.Option(help="Peak rate; 1e-4 batch / 256 by default.")] = None,
     device: _Device = None,
 ) -> None:
-    """Train an LPD model; ``--from`` a smaller grid starts it from that model, positions interpolated."""
+    """Train an LPD model, by class, by caption, or both; ``--from`` a smaller grid starts it from that model, positions
+    interpolated.
+    """
     import torch
 
     from visacc.eval.world import refuse_several
@@ -84,7 +90,7 @@ def lpd(
     from visacc.models.fit import Fit, fit
     from visacc.models.lpd import LPD, LPDConfig, load_lpd, training_lists, upscale
     from visacc.models.lpd.released import SIZES
-    from visacc.models.lpd.train import lpd_loss, lr_at
+    from visacc.models.lpd.train import conditioned_loss, lr_at
 
     refuse_several("visacc train lpd")
     where = _device(device)
@@ -97,6 +103,12 @@ def lpd(
         config = LPDConfig(width, depth, heads, vocab, classes, grid)
     # a wrong folder must not cost the time and the memory of building the model
     codes = read_codes(data, config.vocab, config.tokens)
+    words = _column(data, "texts.npy", len(codes))
+    if old is None and text_vocab:
+        if words is None or words.ndim != 2:
+            raise ValueError(f"--text-vocab needs {data / 'texts.npy'}, integers [count, words]")
+        config = replace(config, text_vocab=text_vocab, text_len=words.shape[1])
+    _check_words(words, config.text_vocab, config.text_len)
     given = _column(data, "labels.npy", len(codes))
     labels = torch.full((len(codes),), -1) if given is None else given
     if int(labels.max()) >= config.classes:
@@ -112,7 +124,8 @@ def lpd(
 
     def loss(pick: Tensor) -> Tensor:
         groups = lists[int(torch.randint(len(lists), (1,)))]
-        return lpd_loss(model, codes[pick].to(where), labels[pick].to(where), None, groups)
+        text = None if words is None else words[pick].to(where)
+        return conditioned_loss(model, codes[pick].to(where), labels[pick].to(where), text, groups)
 
     def factor(step: int) -> float:
         at = step / per_epoch / epochs  # published: 50 of 450 epochs up, the last 50 down
@@ -130,7 +143,7 @@ def lpd(
         ema=0.0,
     )
     fit(model, loss, len(codes), out, "lpd", settings, decays=lambda _, p: p.ndim > 1, factor=factor)
-    _save(out / "lpd.safetensors", model.state_dict())
+    _save(out / "lpd.safetensors", model.state_dict(), model.config)
 
 
 def nbp(
@@ -173,11 +186,13 @@ def nbp(
         "text_vocab": text_vocab,
     }
     try:
-        model = to_next_block(load_nbp(start, block=1, **shape), block)
+        model = load_nbp(start, block=1, **shape)
     except ValueError as error:
         if "special tokens" not in str(error):
             raise
         model = load_nbp(start, block=block, **shape)
+    if model.config.block != block:
+        model = to_next_block(model, block)
     model.config = replace(model.config, cond_drop=cond_drop)
     model = model.to(where)
     codes = read_codes(data, model.config.video_vocab, model.config.tokens)
@@ -203,7 +218,8 @@ def nbp(
         ema=0.0,
     )
     fit(model, loss, len(codes), out, "nbp", settings, decays=decays)
-    _save(out / "nbp.safetensors", {f"transformer.{k}": v for k, v in model.state_dict().items()})
+    state = {f"transformer.{k}": v for k, v in model.state_dict().items()}
+    _save(out / "nbp.safetensors", state, model.config)
 
 
 def _positive(**given: float | None) -> None:
@@ -219,8 +235,26 @@ def _numbers(text: str) -> tuple[int, int, int]:
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 
-def _save(path: Path, state: dict[str, Tensor]) -> None:
+def _save(path: Path, state: dict[str, Tensor], config: Any) -> None:
+    """Weights with their hyper-parameters, which the tensors do not tell in full."""
+    import json
+
     from visacc.writing import write_safetensors
 
-    write_safetensors(path, state)
+    write_safetensors(path, state, {"config": json.dumps(asdict(config))})
     print(f"wrote {path}")
+
+
+def _check_words(words: Tensor | None, vocab: int, length: int) -> None:
+    if words is None:
+        if length:
+            raise ValueError(f"the model reads captions of {length} words: texts.npy is missing")
+        return
+    if not length:
+        raise ValueError("texts.npy is there, but the model reads no captions: give --text-vocab")
+    if words.shape[1:] != (length,):
+        raise ValueError(
+            f"texts.npy has rows of shape {tuple(words.shape[1:])}, the model reads {length} words"
+        )
+    if int(words.min()) < 0 or int(words.max()) >= vocab:
+        raise ValueError(f"texts.npy has ids outside 0..{vocab - 1}: another tokenizer")
