@@ -119,7 +119,7 @@ class I3D(nn.Module):
         return self.logits(self.pooled(x)).flatten(2).mean(2)
 
 
-def _local(weights: str | Path) -> Path:
+def weight_file(weights: str | Path) -> Path:
     """A path, or ``hub:owner/name/file`` from the Hugging Face hub or its local cache."""
     text = str(weights)
     if text.startswith("hub:"):
@@ -154,7 +154,7 @@ class I3DFeatures:
     ) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-        path = _local(weights)
+        path = weight_file(weights)
         self.variant, self.device = variant, torch.device(device)
         self.extractor = f"i3d-{variant}"
         self._net: Any

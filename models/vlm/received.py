@@ -30,7 +30,7 @@ def received(attention: nn.Module, valid: Tensor) -> Iterator[list[Tensor]]:
     """
     module: Any = attention
     own = module.config
-    plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    plain: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: list[Tensor] = []
     module._visacc_received = (
         ALL_ATTENTION_FUNCTIONS.get_interface(own._attn_implementation, plain),

@@ -40,7 +40,10 @@ def _parse(options: list[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ValueError(f"options are given as name=value, got {text!r}")
-        parsed[name] = yaml.safe_load(value)
+        try:
+            parsed[name] = yaml.safe_load(value)
+        except Exception as error:  # values that only look like dates or numbers raise anything
+            raise ValueError(f"option {name}: {value!r} is no YAML value ({error})") from error
     return parsed
 
 
@@ -245,6 +248,39 @@ def clip(
             _guard_set(folder, task.files, gen, spec)
         world.barrier()
         _show(world, score(world, task, spec), out)
+
+
+@app.command()
+def fvd(
+    gen: Annotated[Path, typer.Argument(help="Folder of generated clips, or of sub-folders of frames.")],
+    reference: Annotated[Path, typer.Argument(help="Folder of reference clips.")],
+    weights: Annotated[str, typer.Option(help="I3D file, or hub:owner/name/file.")],
+    protocol: Annotated[str, typer.Option(help="ucf101, k600 or tokenizer; see docs/metrics.md.")] = "ucf101",
+    variant: Annotated[
+        str | None, typer.Option(help="Port of I3D: styleganv or videogpt; that of the protocol by default.")
+    ] = None,
+    out: Out = None,
+    device: Device = None,
+    batch: Annotated[int, typer.Option(help="Clips per forward pass.")] = 8,
+    quiet: Quiet = False,
+) -> None:
+    """Fréchet video distance of two folders of clips, with its protocol."""
+    from visacc.eval.fvd import fvd_score
+    from visacc.eval.world import World, refuse_several
+    from visacc.metrics.extractors.base import pick_device
+
+    refuse_several("visacc eval fvd")
+    score = fvd_score(
+        gen,
+        reference,
+        protocol,
+        weights,
+        variant=variant,
+        device=pick_device(device),
+        batch=batch,
+        quiet=quiet,
+    )
+    _show(World(), [score], out)
 
 
 @app.command()
