@@ -4,7 +4,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,9 +133,3 @@ def group(
         if masks is not None:
             by_mask[classes[label]] = [masks[i] for i in rows.tolist()]
     return Detections(by_class, by_mask if masks is not None else None)
-
-
-def require_classes(detector: Detector, metadata: Mapping[str, Any]) -> None:
-    from visacc.metrics.geneval.logic import validate
-
-    validate(metadata, detector.classes)

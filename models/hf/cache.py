@@ -100,8 +100,3 @@ def cache_shape(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, dim
-
-
-def written_dtype(module: torch.nn.Module) -> torch.dtype:
-    """dtype of a text model's activations: that of its first floating-point parameter."""
-    return next(p.dtype for p in module.parameters() if p.is_floating_point())

@@ -33,8 +33,6 @@ from visacc.models.hf import attention
 from visacc.models.hf.cache import cache_keyword, cache_shape, slot_cache
 from visacc.models.hf.prompts import as_list, is_ids, left_pad, stack_branches
 
-GUIDANCE_DTYPES = ("float32", "model")
-
 
 class HFImageModel(ImageModel):
     """Base of the transformers adapters.

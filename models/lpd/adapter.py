@@ -21,9 +21,6 @@ from visacc.models.base import (
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.lpd.model import LPD
 
-#: ``Proposal.special`` value of a query row
-QUERY = 0
-
 
 class LPDModel(ImageModel):
     """An LPD transformer and its tokenizer.

@@ -20,7 +20,6 @@ NAMES = {
     "moving-nbp": "embedded video model of moving shapes, next-block prediction (decoder nbp)",
     "moving-ntp": "embedded video model of moving shapes, next-token prediction (decoders ar, sjd, mc-sjd, ...)",
 }
-FPS = 4
 
 
 def load_tokenizer(device: torch.device | str = "cpu") -> FrameTokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -59,16 +58,3 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> tuple[T
         captions, padding="max_length", truncation=True, max_length=MAX_WORDS, return_tensors="pt"
     )
     return out["input_ids"], out["attention_mask"]
-
-
-def left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the valid vectors of every row to its end, in order, and zeroes the rest (LlamaGen's layout).
-
-    features [B, T, C], mask [B, T] padded on the right -> same shapes; the mask comes back as bool.
-    """
-    width = mask.shape[1]
-    shift = mask.sum(1, keepdim=True)
-    index = (torch.arange(width, device=mask.device) + shift) % width
-    valid = mask.flip(1).bool()
-    moved = features.gather(1, index[..., None].expand_as(features))
-    return moved * valid[..., None], valid

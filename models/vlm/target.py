@@ -99,13 +99,12 @@ class VLMTarget:
 
     # ------------------------------------------------------------------ forwards
 
-    def prefill(self, inputs: Mapping[str, Any], *, room: int, last_only: bool = True) -> Prefilled:
-        """Run the prompts through the model's own forward.
+    def prefill(self, inputs: Mapping[str, Any], *, room: int) -> Prefilled:
+        """Run the prompts through the model's own forward: features of every position, logits of the last one.
 
         Args:
             inputs: what the processor returns (left-padded).
             room: cache slots to keep behind the prompt (new tokens plus the largest tree).
-            last_only: features of every position are always returned; logits only of the last one.
 
         Raises:
             ValueError: inputs the family cannot take, image features that do not fit the placeholders, a
@@ -194,16 +193,15 @@ class VLMTarget:
         if not self.family.mrope:
             return None, zero
         given = done.get("position_ids")
+        mask = done["attention_mask"].bool()
         if given is not None:  # transformers' generate computes them and then drops the grids
-            pos = given[-3:]
-            mask = done["attention_mask"].bool()
-            return pos, torch.where(mask, pos.amax(0), -1).amax(1) + 1 - mask.sum(1)
+            return given[-3:], _rope_delta(given[-3:], mask)
         if done.get("image_grid_thw") is None and done.get("video_grid_thw") is None:
             return text_pos.expand(3, -1, -1).clone(), zero
         index = self.model.model.get_rope_index
         named = inspect.signature(index).parameters
-        pos, delta = index(**{k: v for k, v in done.items() if k in named})
-        return pos, delta.flatten().to(torch.int64)
+        pos, _ = index(**{k: v for k, v in done.items() if k in named})
+        return pos, _rope_delta(pos, mask)
 
     def _check_images(self, done: Mapping[str, Any]) -> None:
         visual = bool(visual_mask(self.config, done["input_ids"]).any())
@@ -270,6 +268,14 @@ class VLMTarget:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _rope_delta(positions: Tensor, mask: Tensor) -> Tensor:
+    """int64 [B]: next position minus the number of tokens, from grid positions [3, B, N].
+
+    transformers' own number counts the padding in some releases (5.0) and not in others.
+    """
+    return torch.where(mask, positions.amax(0), -1).amax(1) + 1 - mask.sum(1)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -139,7 +139,7 @@ class PJD(Decoder):
         predicted = torch.where(self._k < size[..., None], self._slots(column), run.total)
 
         live, self._live = live.flatten(1), live
-        self._size, self._above = size, above
+        self._above = above
         order = (~live).int().argsort(dim=1, stable=True)
         budget = self.max_nodes(run.layout)
         if run.device.type == "cpu":  # looking is free there, and every node costs

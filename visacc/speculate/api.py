@@ -80,7 +80,6 @@ class Speculator:
         self.policy = choose_policy(found, tree)
         self.sampled_drafts = sampled_drafts
         self.last: TextResult | None = None
-        self._inside = False
 
     def run(self, inputs: dict[str, Any], params: TextParams, seeds: list[int], **options: Any) -> TextResult:
         """Generate with plain parameters; see :func:`visacc.speculate.loop.generate`."""

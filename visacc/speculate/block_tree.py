@@ -75,9 +75,8 @@ class BlockTree:
             above = (first + last).expand(batch, -1)
             feats = out[:, last]
             tips = self._block(rec, chosen, rec.score(chosen), logits[:, last], block)
-        score = rec.score()
-        kept = best(score, min(self.budget, score.shape[1]))
-        return assemble(root, rec.all("token"), rec.all("parent"), rec.all("depth"), score, kept)
+        recorded = map(rec.all, ("token", "parent", "depth", "score"))
+        return assemble(root, *recorded, self.budget)
 
     def _block(self, rec: _Record, tips: Tensor, score: Tensor, logits: Tensor, block: int) -> Tensor:
         """Extend tips int64 [B, n] (recorded indices) by K levels with laws [B, n, K, V]; returns the new

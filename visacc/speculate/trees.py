@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from visacc.speculate.sampler import DraftSampler
+from visacc.verify.policies import DEFAULT_IMAGE_TREE, ordered_paths, published_paths, select_best
 
 
 class Grower(Protocol):
@@ -99,34 +100,22 @@ def best(score: Tensor, count: int) -> Tensor:
 
 
 def assemble(
-    root: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, score: Tensor, kept: Tensor
+    root: Tensor, tokens: Tensor, parent: Tensor, depth: Tensor, score: Tensor, budget: int
 ) -> Grown:
-    """Renumber the kept recorded nodes behind the root.
+    """The ``budget`` best recorded nodes (all, where there are fewer) behind the root.
 
     Args:
         tokens, depth, score: [B, M] of all recorded nodes, in recording order (parents first).
         parent: int64 [B, M] recorded index of the parent, -1 for the root.
-        kept: int64 [B, T-1] ascending recorded indices; the set must be closed under parents.
     """
-    batch, total = tokens.shape
-    slot_of = torch.full((batch, total + 1), -1, dtype=torch.int64, device=tokens.device)
-    slots = torch.arange(1, kept.shape[1] + 1, device=tokens.device).expand(batch, -1)
-    slot_of.scatter_(1, kept, slots)
-    slot_of[:, -1] = 0  # index -1 = the root
+    kept, up, live = select_best(score, parent, min(budget, score.shape[1]))
 
-    def take(x: Tensor) -> Tensor:
-        return x.gather(1, kept)
+    def behind(first: Tensor, recorded: Tensor) -> Tensor:
+        return torch.cat([first[:, None], recorded.gather(1, kept)], dim=1)
 
-    up = take(parent)
-    up = slot_of.gather(1, torch.where(up < 0, total, up))
-    value = take(score)
-    zero = torch.zeros_like(root)[:, None]
+    zero = torch.zeros_like(root)
     return Grown(
-        torch.cat([root[:, None], take(tokens)], dim=1),
-        torch.cat([zero - 1, up], dim=1),
-        torch.cat([zero, take(depth)], dim=1),
-        torch.cat([zero == 0, value > -torch.inf], dim=1),
-        torch.cat([torch.zeros_like(value[:, :1]), value], dim=1),
+        behind(root, tokens), up, behind(zero, depth), live, behind(score.new_zeros(len(root)), score)
     )
 
 
@@ -197,11 +186,8 @@ class DynamicTree:
             above = (level - 1) * k + source
             beam, beam_tokens = base + flat, ids.flatten(1).gather(1, flat)
             feature = out[rows, source]
-        score = torch.cat(scores, dim=1)
-        kept = best(score, min(self.budget, score.shape[1]))
-        return assemble(
-            root, torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(depths, dim=1), score, kept
-        )
+        recorded = (torch.cat(parts, dim=1) for parts in (tokens, parents, depths, scores))
+        return assemble(root, *recorded, self.budget)
 
 
 @dataclass(frozen=True)
@@ -217,10 +203,6 @@ class Chain(DynamicTree):
             object.__setattr__(self, name, value)
 
 
-MC_SIM_7B_63 = "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-"""EAGLE-1's static tree of 25 nodes; each word is a path of child ranks."""
-
-
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed tree of child ranks (EAGLE-1, FLASH): rank r of a node is its r-th candidate.
@@ -229,22 +211,11 @@ class StaticTree:
     test.
     """
 
-    paths: tuple[tuple[int, ...], ...] = tuple(tuple(map(int, word)) for word in MC_SIM_7B_63.split())
+    paths: tuple[tuple[int, ...], ...] = tuple(published_paths(DEFAULT_IMAGE_TREE))
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        known = set(self.paths)
-        if len(known) != len(self.paths) or not known:
-            raise ValueError("a static tree needs distinct, non-empty paths")
-        for path in self.paths:
-            if len(path) > 1 and path[:-1] not in known:
-                raise ValueError(f"path {path} has no parent {path[:-1]} in the tree")
-            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
-                raise ValueError(f"path {path} skips a child rank")
-
-    @property
-    def ordered(self) -> list[tuple[int, ...]]:
-        return sorted(self.paths, key=lambda p: (len(p), p))
+        object.__setattr__(self, "paths", tuple(ordered_paths(self.paths)))
 
     @property
     def slots(self) -> int:
@@ -266,7 +237,7 @@ class StaticTree:
         logits: Tensor,
         sampler: DraftSampler | None = None,
     ) -> Grown:
-        nodes: list[tuple[int, ...]] = [(), *self.ordered]
+        nodes: list[tuple[int, ...]] = [(), *self.paths]
         slot = {path: i for i, path in enumerate(nodes)}
         width = max(path[-1] for path in nodes[1:]) + 1
         batch, device = len(root), root.device

@@ -8,7 +8,7 @@ yet run through the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -118,11 +118,3 @@ class AcceptedStep:
     tokens: Tensor
     feats: TargetFeatures
     next_root: Tensor
-
-
-def select_rows(obj: object, rows: Tensor) -> None:
-    """Keep the given rows of every tensor attribute whose first dimension is the batch (in place)."""
-    for f in fields(obj):  # type: ignore[arg-type]
-        value = getattr(obj, f.name)
-        if isinstance(value, Tensor):
-            setattr(obj, f.name, value[rows])

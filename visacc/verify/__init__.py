@@ -18,8 +18,6 @@ from visacc.verify.traversal import Traversal
 from visacc.verify.tree import AcceptedStep, DraftTree, TreeShape
 from visacc.verify.verify import verify
 
-ExactRule = Exact
-
 __all__ = [
     "EXACT",
     "GREEDY",
@@ -29,7 +27,6 @@ __all__ = [
     "ChainVerdict",
     "DraftTree",
     "Exact",
-    "ExactRule",
     "Greedy",
     "Grouped",
     "GumbelExact",
