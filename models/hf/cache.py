@@ -60,7 +60,7 @@ class SlotLayer(CacheLayerMixin):
                 store.scatter_(2, self.slots[:, None, :, None].expand(value.shape), value)
         return store[:, :, : self.limit].to(new.device, new.dtype)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         return self.limit, 0
 
     def get_seq_length(self) -> int:
@@ -69,6 +69,9 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         assert self.keys is not None
         return self.keys.shape[2]
+
+    def get_max_cache_shape(self) -> int:  # name of get_max_length in earlier releases of transformers 5
+        return self.get_max_length()
 
 
 def slot_cache(kv: Tensor, slots: Tensor | None, limit: int, *, static: bool = False) -> Cache:

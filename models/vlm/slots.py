@@ -29,8 +29,10 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         return self.owner.write(self.index, key_states, value_states)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.owner.limit if self.owner.address is not None else query_length), 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """``query_length`` was a tensor of positions in earlier releases of transformers 5."""
+        width = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return (self.owner.limit if self.owner.address is not None else width), 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -38,7 +40,7 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.capacity
 
-    def get_max_cache_shape(self) -> int:  # name of get_max_length before transformers 5.2x
+    def get_max_cache_shape(self) -> int:  # name of get_max_length in earlier releases of transformers 5
         return self.owner.capacity
 
 
