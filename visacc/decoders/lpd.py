@@ -27,6 +27,23 @@ if TYPE_CHECKING:
 SCHEDULES = ("linear", "constant")
 
 
+def _integers(name: str, values: Any) -> Tensor:
+    """int64 tensor of nested lists or a tensor."""
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = None
+    if (
+        found is None
+        or found.is_floating_point()
+        or found.is_complex()
+        or found.dtype == torch.bool
+        or not found.ndim
+    ):
+        raise ValueError(f"{name} must be a list of integers, got {values!r:.80}")
+    return found.long()
+
+
 class LPD(Decoder):
     """Parallel decoding of an LPD model.
 
@@ -65,11 +82,14 @@ class LPD(Decoder):
             )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
+        for name, value in (("repulsion", repulsion), ("proximity", proximity)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         self.steps, self.repulsion, self.proximity = steps, repulsion, proximity
         self.guidance_schedule = guidance_schedule
-        self._groups = None if group_sizes is None else tuple(group_sizes)
-        self._orders = None if orders is None else torch.as_tensor(orders)
-        self._known = None if known is None else torch.as_tensor(known)
+        self._groups = None if group_sizes is None else tuple(_integers("group_sizes", group_sizes).tolist())
+        self._orders = None if orders is None else _integers("orders", orders)
+        self._known = None if known is None else _integers("known", known)
         self._bounds: list[int] = []
         self._step = 0
 
@@ -86,7 +106,7 @@ class LPD(Decoder):
         if self._known is None:
             return torch.zeros(layout.total, dtype=torch.bool)
         known, (_, rows, columns) = self._known, layout.grid
-        if known.is_floating_point() or known.shape[-2:] != (rows, columns) or known.ndim not in (2, 3):
+        if known.shape[-2:] != (rows, columns) or known.ndim not in (2, 3):
             raise ValueError(
                 f"known must be integer codes [{rows}, {columns}] or [B, {rows}, {columns}], -1 = free"
             )

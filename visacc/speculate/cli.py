@@ -100,6 +100,7 @@ def caption(
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
@@ -109,8 +110,20 @@ def caption(
     from rich.console import Console
     from rich.progress import Progress
 
+    from visacc.speculate.params import TextParams
     from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
 
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": tuple(stop or ()),
+    }
+    TextParams(**options)  # bad ones are refused before a model is loaded
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if not prompt:
         prompt = "describe the image ." if model == EMBEDDED else "Describe the image."
     known = _done(out) if out is not None else set()
@@ -126,13 +139,6 @@ def caption(
         dtype=_dtype(dtype),
     )
     failed = tokens = steps = 0
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-    }
-    options["repetition_penalty"] = repetition_penalty
     sink = _opened(out) if out is not None else None
     try:
         with Progress(console=console, disable=not progress) as bar:
