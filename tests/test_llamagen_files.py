@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import visacc
 from visacc.models.llamagen import (
     GPT,
     RELEASED,
@@ -290,6 +292,39 @@ def test_folder_to_picture(folder):
     assert (alone.images[0] == out.images[1]).all()
     other = TextToImagePipeline(model)("a red square", seed=out.seeds[1], output_type="codes")
     assert not torch.equal(other.codes[0], out.codes[1])
+
+
+def test_converted_layout(folder, tmp_path):
+    """A folder in the layout of LANTERN's released targets draws what the official one draws."""
+    official = load_gpt(folder / "gpt.safetensors")
+    names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    inner = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+             "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+    state = {}
+    for name, value in official.state_dict().items():
+        stem = name.removesuffix(".weight")
+        if stem in names:
+            state[f"{names[stem]}.weight"] = value
+        elif not stem.startswith("layers."):
+            state[f"model.{name}"] = value
+        elif stem.endswith("attention.wqkv"):
+            layer = stem.split(".")[1]
+            for part, rows in zip("qkv", value.chunk(3), strict=True):
+                state[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = rows.clone()
+        else:
+            _, layer, rest = stem.split(".", 2)
+            state[f"model.layers.{layer}.{inner[rest]}.weight"] = value
+    copy = tmp_path / "converted"
+    shutil.copytree(folder, copy)
+    (copy / "gpt.safetensors").unlink()
+    save_file(state, copy / "model.safetensors")
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "vocab_size": CODES, "block_size": 16, "caption_dim": WIDTH, "cls_token_num": LENGTH}  # fmt: skip
+    (copy / "config.json").write_text(json.dumps(config))
+    prompts, options = ["a red circle"], {"seed": 3, "output_type": "codes", "guidance_scale": 2.0}
+    drawn = [visacc.load(f, device="cpu")(prompts, **options).codes for f in (folder, copy)]
+    assert torch.equal(*drawn)
 
 
 def test_negative_prompts_take_their_own_mask(folder):

@@ -149,8 +149,10 @@ def known_models() -> dict[str, str]:
 
 
 def _is_llamagen(path: Path) -> bool:
-    """A single checkpoint file, or a folder in the LlamaGen layout (no transformers ``model_type``)."""
-    if path.is_file():
+    """A single checkpoint file, or a folder in one of LlamaGen's layouts."""
+    from visacc.models.llamagen.converted import is_converted
+
+    if path.is_file() or is_converted(path):
         return True
     if not path.is_dir():
         return False

@@ -21,6 +21,7 @@ from visacc.models.base import (
 )
 from visacc.models.llamagen.checkpoint import load_gpt, load_vq
 from visacc.models.llamagen.compiled import CompiledWindow
+from visacc.models.llamagen.converted import is_converted, load_converted
 from visacc.models.llamagen.gpt import GPT, PaddingRule, padded_prefix_mask
 from visacc.models.llamagen.released import RELEASED, TEXT_ENCODER, fetch, released_file
 from visacc.models.llamagen.text import TextConditioner
@@ -240,7 +241,8 @@ def load(
         name_or_path: a released name (see :data:`visacc.models.llamagen.RELEASED`), a GPT file, or a folder
             with one GPT file. A folder holds official files, or ``gpt.safetensors``, ``vq.safetensors``,
             ``text/`` (a T5 encoder and its tokenizer) and optionally ``model.json`` (``name``, ``defaults``,
-            ``clean_caption``).
+            ``clean_caption``). Or it holds a text model in the transformers-style layout of LANTERN's targets
+            (``config.json``, ``model.safetensors``).
         image_size: pixels along a side, where the file does not tell.
         vq, text_encoder: tokenizer file and T5 (hub id or folder) if they do not lie beside the GPT.
         clean_caption: override the caption cleaning (default on).
@@ -250,7 +252,10 @@ def load(
     folder = path.parent
     settings = _settings(folder)
     vq_model = load_vq(_vq_path(path, vq), device=device)
-    gpt = load_gpt(path, image_size, downsample=vq_model.config.downsample, dtype=dtype, device=device)
+    if is_converted(folder):
+        gpt = load_converted(folder, dtype=dtype, device=device)
+    else:
+        gpt = load_gpt(path, image_size, downsample=vq_model.config.downsample, dtype=dtype, device=device)
     text = None
     if gpt.config.model_type == "t2i":
         clean = settings.get("clean_caption", True) if clean_caption is None else clean_caption
@@ -295,6 +300,8 @@ def _gpt_path(name_or_path: str | Path) -> Path:
     if not path.is_dir():
         released = ", ".join(e.name for e in RELEASED.values() if e.kind != "vq")
         raise ValueError(f"{name_or_path} is neither a file, a folder nor a released model ({released})")
+    if is_converted(path):
+        return path / "model.safetensors"
     names = [GPT_FILE, *(e.file for e in RELEASED.values() if e.kind != "vq")]
     found = [path / name for name in names if (path / name).is_file()]
     if len(found) > 1:

@@ -32,6 +32,12 @@ _INNER = {
 }
 
 
+def is_converted(folder: Path) -> bool:
+    """Whether a folder holds such a model: its ``config.json`` is of model type llama and speaks of captions."""
+    path = folder / "config.json"
+    return path.is_file() and {"caption_dim", "cls_token_num"} <= read_object(path).keys()
+
+
 def native_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the official LlamaGen names. Raises ``ValueError`` for a tensor that has no place."""
     result: dict[str, Tensor] = {}
