@@ -66,7 +66,10 @@ def test_gumbel_exact_equals_plain_decoding(context_dim: int) -> None:
         assert fast.stats.forwards < plain.stats.forwards
 
 
-@pytest.mark.parametrize("decoder", [AR(), SJD(window=16), MCSJD(window=64)])
+@pytest.mark.parametrize(
+    "decoder",
+    [AR(), SJD(window=16), MCSJD(window=64), MCSJD(window=128), MCSJD(window=64, coupling="maximal")],
+)
 def test_greedy_equals_teacher_forcing(decoder: object) -> None:
     model = build(given=2)
     cond = prompt(model, 2)

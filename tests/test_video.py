@@ -19,7 +19,7 @@ from visacc.models.nbp import Magvit2, Magvit2Config, NBPConfig, NBPModel, movin
 from visacc.models.nbp.gpt import NBP as Net
 from visacc.video import TextToVideoPipeline, VideoContinuationPipeline
 from visacc.video_io import frame_sheet, read_clip, to_frames, write_clip
-from visacc.video_models import default_decoder, load_video_model
+from visacc.video_models import default_decoder, known_video_models, load_video_model
 
 
 def build(block: int = 4, given: int = 0) -> NBPModel:
@@ -119,6 +119,13 @@ def test_pipelines_refuse_the_wrong_model() -> None:
     with pytest.raises(ValueError, match="not bundled"):
         load_video_model("cosmos-ar-4b")
     assert [default_decoder(build(block=block)) for block in (4, 1)] == ["nbp", "ar"]
+
+
+def test_missing_weights_name_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("visacc.models.nbp.embedded.ASSETS", tmp_path)
+    with pytest.raises(ValueError, match=r"train_nbp_moving\.py"):
+        load_video_model("moving-nbp")
+    assert "moving-nbp" not in known_video_models()
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "gif", "png"])

@@ -38,7 +38,10 @@ def load(
     """An embedded model, to generate from text (``given_frames=0``) or to continue that many latent frames."""
     if name not in NAMES:
         raise ValueError(f"unknown embedded video model {name!r}; there are {', '.join(NAMES)}")
-    state, config, _ = read_asset(ASSETS / f"{name}.safetensors")
+    path = ASSETS / f"{name}.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{name} has no weights at {path}: train them with scripts/train_nbp_moving.py")
+    state, config, _ = read_asset(path)
     net = NBP(NBPConfig(**config))
     net.load_state_dict(state)
     model = NBPModel(
