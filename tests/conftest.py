@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Triton decides at import whether its kernels are interpreted, so this must precede every import of it.
 # On a machine with a GPU run the `gpu` tests with TRITON_INTERPRET=0.
@@ -24,6 +25,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How much damage the fuzz tests of this session did, and what became of it."""
+    fuzzing = sys.modules.get("fuzzing")
+    if fuzzing is not None and sum(fuzzing.TALLY.values()):
+        taken, refused = fuzzing.TALLY["taken"], fuzzing.TALLY["refused"]
+        terminalreporter.write_line(
+            f"fuzz: {taken + refused} damaged inputs, {refused} refused, {taken} harmless"
+        )
 
 
 @pytest.fixture(scope="session")

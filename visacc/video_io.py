@@ -148,7 +148,8 @@ def read_clip(path: str | Path) -> Clip:
 def _pictures(path: Path) -> list[Clip]:
     """Frames of a picture file. Writers merge equal frames of a GIF into a longer one, which is undone here."""
     first = read_image(path)  # refuses what is no picture, or too large a one
-    frames, durations = [], []
+    frames: list[Clip] = []
+    durations: list[float] = []
     try:
         with Image.open(path) as image:
             for frame in ImageSequence.Iterator(image):
