@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,9 +158,10 @@ def test_one_process_has_no_shards() -> None:
     ("kind", "plugin", "message"),
     [
         ("DEEPSPEED", {}, "configured for DEEPSPEED; drafters are trained with data parallelism"),
-        ("FSDP", {"fsdp_version": 1, "activation_checkpointing": False}, "launch with --fsdp_version 2"),
-        ("FSDP", {"fsdp_version": 2, "activation_checkpointing": True}, "without activation checkpointing"),
-        ("FSDP", {"fsdp_version": 2, "activation_checkpointing": False}, None),
+        ("FSDP", {"fsdp_version": 1}, "launch with --fsdp_version 2"),
+        ("FSDP", {"activation_checkpointing": True}, "without activation checkpointing"),
+        ("FSDP", {"cpu_offload": True}, "without CPU offload"),
+        ("FSDP", {}, None),
     ],
 )
 def test_accelerate_configurations(
@@ -169,11 +169,10 @@ def test_accelerate_configurations(
 ) -> None:
     """Version 2 of FSDP is taken from accelerate's configuration, other kinds of sharding are refused."""
     accelerate = pytest.importorskip("accelerate")
+    plugin = accelerate.FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **plugin})
     chosen = accelerate.utils.DistributedType[kind]
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", property(lambda self: chosen))
-    monkeypatch.setattr(
-        accelerate.state.AcceleratorState, "fsdp_plugin", SimpleNamespace(**plugin), raising=False
-    )
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "fsdp_plugin", plugin, raising=False)
     if message is None:
         assert shards(make_accelerator(torch.device("cpu")), False)
         return

@@ -21,7 +21,7 @@ from visacc.speculate.checkpoints import save_drafter
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.losses import PRESETS, DraftBatch, DraftLoss, LossSpec
-from visacc.train.processes import make_accelerator, offloads, shards
+from visacc.train.processes import make_accelerator, shards
 from visacc.train.shards import like, load_optimizer, optimizer_state, shard, whole_state
 
 Batches = Callable[[int], DraftBatch]
@@ -149,7 +149,7 @@ def train_drafter(
         drafter.load_state_dict(saved["drafter"])
     if sharded:
         terms_of.touch_all = True
-        shard(module, target.device, offload=offloads(accelerator))
+        shard(module, target.device)
     optimizer: Any = torch.optim.AdamW(
         drafter.parameters(), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
     )

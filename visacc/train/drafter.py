@@ -28,9 +28,10 @@ from visacc.models.llamagen import LlamaGen
 from visacc.sampling import SamplingParams
 from visacc.train.harvest import Harvest
 from visacc.train.loss import LossSpec, draft_loss
-from visacc.train.processes import make_accelerator, offloads, shards
+from visacc.train.processes import make_accelerator, shards
 from visacc.train.shards import load_optimizer, optimizer_state, shard, whole_state
 from visacc.weights import read_weights
+from visacc.writing import write_torch
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def train_drafter(
     state, start = _resume(out / "state.pt", network, settings, model)
     sharded = shards(accelerator, settings.shard)
     if sharded:
-        shard(network, model.device, offload=offloads(accelerator))
+        shard(network, model.device)
     optim: Any = optimizer(network, settings)
     if state is not None:
         load_optimizer(optim, state)
@@ -328,9 +329,7 @@ def _save(
         "step": step,
         "facts": _facts(settings, model),
     }
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    temporary.replace(path)
+    write_torch(path, state)
 
 
 def _resume(

@@ -57,9 +57,13 @@ def _check_plugin(plugin: Any) -> None:
             f"accelerate is configured for version {plugin.fsdp_version} of FSDP; drafters are sharded by version 2:"
             " launch with --fsdp_version 2"
         )
-    if plugin.activation_checkpointing:
+    asked = {
+        "activation checkpointing": bool(plugin.activation_checkpointing),
+        "CPU offload": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+    }
+    for what in (name for name, on in asked.items() if on):
         raise RuntimeError(
-            "drafters are trained without activation checkpointing: switch it off in accelerate's configuration"
+            f"drafters are sharded without {what}: switch it off in accelerate's configuration"
         )
 
 
@@ -72,12 +76,6 @@ def shards(accelerator: Any, asked: bool) -> bool:
     if asked and accelerator.num_processes < 2:
         raise RuntimeError("sharding needs several processes: start them with accelerate launch or torchrun")
     return asked or str(accelerator.distributed_type.value) == "FSDP"
-
-
-def offloads(accelerator: Any) -> bool:
-    """Whether accelerate's configuration of FSDP keeps the shards in host memory."""
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
 
 
 def own_device(device: str | None) -> str | None:

@@ -13,22 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def shard(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
+def shard(module: nn.Module, device: torch.device) -> None:
     """Spread the parameters of ``module`` over all processes, in place. Every process must hold the same weights.
-
-    Args:
-        offload: keep the parts in host memory.
 
     Raises:
         RuntimeError: the processes are not connected.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     if not torch.distributed.is_initialized():
         raise RuntimeError("sharding needs several processes: start them with accelerate launch or torchrun")
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+    fully_shard(module, mesh=mesh)
 
 
 def whole(value: Any) -> Any:
