@@ -170,7 +170,7 @@ def _decode(path: Path) -> list[Clip]:
     av = _av()
     try:
         with av.open(str(path)) as container:
-            frames = []
+            frames: list[Clip] = []
             for frame in container.decode(video=0):
                 _check_length(
                     path, len(frames) + 1, np.broadcast_to(np.uint8(0), (frame.height, frame.width, 3))
