@@ -28,12 +28,16 @@ from visacc.writing import write_atomic
 def save_stats(path: str | Path, stats: FeatureStats | Gaussian) -> None:
     """Write mu, sigma, n, extractor; readable by pytorch-fid, clean-fid and LPD's torch-fidelity fork."""
     g = stats.gaussian() if isinstance(stats, FeatureStats) else stats
-    arrays = {"mu": g.mean.cpu().numpy(), "sigma": g.cov.cpu().numpy()}
-    facts = {"n": np.int64(-1 if g.n is None else g.n), "extractor": np.array(g.extractor or "")}
 
     def write(part: Path) -> None:
         with open(part, "wb") as file:  # a path without the suffix would get a second one
-            np.savez(file, **arrays, **facts)
+            np.savez(
+                file,
+                mu=g.mean.cpu().numpy(),
+                sigma=g.cov.cpu().numpy(),
+                n=np.int64(-1 if g.n is None else g.n),
+                extractor=np.array(g.extractor or ""),
+            )
 
     write_atomic(Path(path), write)
 

@@ -128,16 +128,17 @@ def main(args: list[str] | None = None) -> None:
     before = _on_termination()
     try:
         code = command(args, prog_name="visacc", standalone_mode=False)
+        if code == 130:  # what newer versions of typer make of Ctrl-C
+            _fail("interrupted", 130)
         _leave(code)
     except typer.Exit as stop:
         code = stop.exit_code
-        if isinstance(stop.__cause__, KeyboardInterrupt):  # what typer makes of it
-            _fail("interrupted", 130)
     except typer.Abort:
         _fail("interrupted", 130)
     except _UsageFault as error:
-        error.show()
-        code = 2
+        place = getattr(getattr(error, "ctx", None), "command_path", "")
+        hint = f"; see '{place} --help'" if place else ""
+        _fail(" ".join(error.format_message().split()).rstrip(".") + hint, 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Terminated:
