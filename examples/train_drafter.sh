@@ -9,8 +9,8 @@ model=${MODEL:-shapes-t2i} out=${OUT:-runs/drafter} steps=${STEPS:-2000} batch=$
 pool=${POOL:-512} held_out=${HELD_OUT:-8} every=${EVERY:-250}
 read -ra launch <<< "${LAUNCH:-python}"
 
-"${launch[@]}" -m visacc train drafter --model "$model" ${PROMPTS:+--prompts "$PROMPTS"} --out "$out" \
-    --steps "$steps" --batch "$batch" --pool "$pool" --held-out "$held_out" \
+"${launch[@]}" -m visacc train drafter --model "$model" ${PROMPTS:+--prompts-file "$PROMPTS"} --out "$out" \
+    --steps "$steps" --batch-size "$batch" --pool "$pool" --held-out "$held_out" \
     --eval-every "$every" --save-every "$every" --guided-weight 0.1 --unroll 2
 
 # exact: the same law as plain decoding, in fewer steps the better the drafter is

@@ -77,9 +77,9 @@ def load_model(
     """The adapter alone; see :func:`load`."""
     if shard:
         return _load_shards(name_or_path, device=device, dtype=dtype, image_size=image_size, **options)
-    where = _device(device)
+    where = as_device(device)
     size = _pixels(image_size)
-    common: dict[str, Any] = {"device": where, "dtype": _dtype(dtype, where), "image_size": size}
+    common: dict[str, Any] = {"device": where, "dtype": as_dtype(dtype, where), "image_size": size}
     try:
         return _load(str(name_or_path), common, options)
     except TypeError as error:
@@ -106,7 +106,7 @@ def _load_shards(name_or_path: str | Path, *, device: Any, dtype: Any, **options
             " launch or torchrun"
         )
     where = join(None if device is None else str(device)).device
-    model = load_model(name_or_path, device="cpu", dtype=_dtype(dtype, where), **options)
+    model = load_model(name_or_path, device="cpu", dtype=as_dtype(dtype, where), **options)
     model.shards = Shards(model, where)
     return model
 
@@ -178,7 +178,8 @@ def _side(size: int | tuple[int, int] | None, name: str) -> int | None:
     return size
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def as_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, else the first GPU, else the CPU. Raises ``ValueError`` for one that is not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -190,7 +191,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The precision asked for, else float32 on a CPU and bfloat16 elsewhere."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if isinstance(dtype, str):

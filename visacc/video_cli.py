@@ -7,7 +7,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from visacc.cli_options import (
+    DecoderOptions,
+    Device,
+    DrawnSeed,
+    Dtype,
+    Guidance,
+    OutFolder,
+    Quiet,
+    Temperature,
+    TopK,
+    TopP,
+    batch_option,
+    check_writable,
+    named_values,
+    progress_bar,
+    sampling_of,
+)
 
 app = typer.Typer(help="Generate video, or continue it.", no_args_is_help=True, add_completion=False)
 
@@ -17,18 +34,13 @@ _Model = Annotated[
 _Decoder = Annotated[
     str | None, typer.Option("--decoder", "-d", help="Decoder; the model's usual one by default.")
 ]
-_Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
 _Format = Annotated[str, typer.Option("--format", "-f", help="mp4, gif, or both.")]
-_Seed = Annotated[int | None, typer.Option(help="Seed; without one a random seed is drawn and recorded.")]
-_Option = Annotated[list[str] | None, typer.Option("--option", "-O", help="Decoder option, name=value.")]
-_Number = Annotated[float | None, typer.Option()]
-_Whole = Annotated[int | None, typer.Option()]
+_Frames = Annotated[float, typer.Option(help="Frames per second.")]
+_Batch = Annotated[int, batch_option("Clips decoded together.")]
 _File = Annotated[Path | None, typer.Option(help="Checkpoint of a released model given by name.")]
 _Tok = Annotated[Path | None, typer.Option(help="Video tokenizer, file or folder.")]
 _TextTok = Annotated[Path | None, typer.Option(help="LLaMA tokenizer (UCF models) folder.")]
 _TextEnc = Annotated[Path | None, typer.Option(help="T5-11B folder (Video2World).")]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")]
-_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 
 
 @app.command()
@@ -37,22 +49,22 @@ def generate(
     model: _Model = "moving-nbp",
     decoder: _Decoder = None,
     count: Annotated[int, typer.Option("--num-videos", "-n", help="Clips per prompt.")] = 1,
-    out: _Out = Path("out"),
+    out: OutFolder = Path("out"),
     format: _Format = "mp4",
-    fps: Annotated[float, typer.Option(help="Frames per second.")] = 8,
-    seed: _Seed = None,
-    option: _Option = None,
-    guidance_scale: _Number = None,
-    temperature: _Number = None,
-    top_k: _Whole = None,
-    top_p: _Number = None,
-    batch_size: Annotated[int, typer.Option(help="Clips decoded together.")] = 4,
-    device: _Device = None,
-    dtype: _Dtype = None,
+    fps: _Frames = 8,
+    seed: DrawnSeed = None,
+    option: DecoderOptions = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    batch_size: _Batch = 4,
+    device: Device = None,
+    dtype: Dtype = None,
     file: _File = None,
     tokenizer: _Tok = None,
     text_tokenizer: _TextTok = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Generate clips from texts."""
     from visacc.video import TextToVideoPipeline
@@ -63,11 +75,18 @@ def generate(
             model, decoder, device, dtype, 0, file=file, tokenizer=tokenizer, text_tokenizer=text_tokenizer
         ),
         fps=fps,
-        **_options(option),
+        **named_values(option),
     )
-    call = _call(seed, guidance_scale, temperature, top_k, top_p, batch_size)
-    with _bar(quiet) as report:
-        result = pipe(prompts, num_videos_per_prompt=count, progress=report, **call)
+    sampling = sampling_of(guidance_scale, temperature, top_k, top_p)
+    with progress_bar("video", hidden=quiet) as report:
+        result = pipe(
+            prompts,
+            num_videos_per_prompt=count,
+            seed=seed,
+            batch_size=batch_size,
+            progress=report,
+            **sampling,
+        )
     _write(result, [p for p in prompts for _ in range(count)], out, format)
 
 
@@ -84,22 +103,22 @@ def continue_(
         bool, typer.Option("--last", help="Take the last frames of the clip, not the first.")
     ] = False,
     count: Annotated[int, typer.Option("--num-videos", "-n", help="Continuations.")] = 1,
-    out: _Out = Path("out"),
+    out: OutFolder = Path("out"),
     format: _Format = "mp4",
-    fps: Annotated[float, typer.Option(help="Frames per second.")] = 8,
-    seed: _Seed = None,
-    option: _Option = None,
-    guidance_scale: _Number = None,
-    temperature: _Number = None,
-    top_k: _Whole = None,
-    top_p: _Number = None,
-    batch_size: Annotated[int, typer.Option(help="Clips decoded together.")] = 4,
-    device: _Device = None,
-    dtype: _Dtype = None,
+    fps: _Frames = 8,
+    seed: DrawnSeed = None,
+    option: DecoderOptions = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    batch_size: _Batch = 4,
+    device: Device = None,
+    dtype: Dtype = None,
     file: _File = None,
     tokenizer: _Tok = None,
     text_encoder: _TextEnc = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Continue a clip."""
     from visacc.models.cosmos import CosmosModel, fit_frames
@@ -119,7 +138,7 @@ def continue_(
             text_encoder=text_encoder,
         ),
         fps=fps,
-        **_options(option),
+        **named_values(option),
     )
     frames, need = read_clip(clip), pipe.frames_needed
     if len(frames) < need:
@@ -129,9 +148,11 @@ def continue_(
     picture = to_frames(frames[-need:] if last else frames[:need])
     if isinstance(pipe.model, CosmosModel):
         picture = fit_frames(picture)
-    call = _call(seed, guidance_scale, temperature, top_k, top_p, batch_size)
-    with _bar(quiet) as report:
-        result = pipe([picture] * count, prompt, progress=report, **call)
+    sampling = sampling_of(guidance_scale, temperature, top_k, top_p)
+    with progress_bar("video", hidden=quiet) as report:
+        result = pipe(
+            [picture] * count, prompt, seed=seed, batch_size=batch_size, progress=report, **sampling
+        )
     _write(result, [prompt or str(clip)] * count, out, format)
 
 
@@ -147,53 +168,17 @@ def list_models() -> None:
 def _load(
     model: str, decoder: str | None, device: str | None, dtype: str | None, given_frames: int, **files: Any
 ) -> tuple[Any, str]:
-    from visacc.loading import _device, _dtype
+    from visacc.loading import as_device, as_dtype
     from visacc.video_models import default_decoder, load_video_model
 
-    where = _device(device)
+    where = as_device(device)
     loaded = load_video_model(
-        model, given_frames=given_frames, device=where, dtype=_dtype(dtype, where), **files
+        model, given_frames=given_frames, device=where, dtype=as_dtype(dtype, where), **files
     )
     return loaded, decoder or default_decoder(loaded)
 
 
-def _options(pairs: list[str] | None) -> dict[str, Any]:
-    from visacc.generate_cli import _options as parse
-
-    return parse(pairs or [], None)
-
-
-def _call(
-    seed: Any, guidance_scale: Any, temperature: Any, top_k: Any, top_p: Any, batch_size: int
-) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "guidance_scale": guidance_scale,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "batch_size": batch_size,
-    }
-
-
-class _bar:
-    """Progress bar as a context that hands out the report function."""
-
-    def __init__(self, quiet: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), disable=quiet, transient=True)
-
-    def __enter__(self) -> Any:
-        self._bar.__enter__()
-        task = self._bar.add_task("video", total=1.0)
-        return lambda done, total: self._bar.update(task, completed=done / total)
-
-    def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
-
-
 def _prepare(out: Path, format: str, count: int) -> None:
-    from visacc.generate_cli import _check_writable
     from visacc.writing import sweep
 
     if format not in ("mp4", "gif", "both"):
@@ -204,7 +189,7 @@ def _prepare(out: Path, format: str, count: int) -> None:
         from visacc.video_io import _av
 
         _av()
-    _check_writable(out)
+    check_writable(out)
     (out / "stats.json").unlink(missing_ok=True)  # those of an earlier run must not stand beside new clips
     sweep(out, deep=False)
 

@@ -7,7 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from visacc.reading import read_lines
+from visacc.cli_options import (
+    Device,
+    Dtype,
+    Guidance,
+    Model,
+    NumImages,
+    PromptsFile,
+    Quiet,
+    RunSeed,
+    Temperature,
+    TopK,
+    TopP,
+    batch_option,
+    prompt_lines,
+    sampling_of,
+)
 
 app = typer.Typer(help="Compare decoders.", no_args_is_help=True, add_completion=False)
 
@@ -19,34 +34,33 @@ def _root() -> None:
 
 @app.command("decoders")
 def decoders(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Model name, folder, file or hub id.")
-    ] = "shapes-t2i",
+    model: Model = "shapes-t2i",
     decoder: Annotated[
         list[str] | None,
         typer.Option("--decoder", "-d", help="Decoder, with options: 'gsd:group_size=50'. Repeatable."),
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Text file, one prompt a line; shapes-t2i has its own task prompts.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     per_task: Annotated[int, typer.Option(help="Prompts per task of the shapes world.")] = 8,
-    num_images: Annotated[int, typer.Option("--num-images", "-n", help="Images per prompt.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="Images decoded together.")] = 8,
+    num_images: NumImages = 1,
+    batch_size: Annotated[int, batch_option("Images decoded together.")] = 8,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for JSON, Markdown and plot.")] = Path(
         "bench"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    guidance_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable codes.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    seed: RunSeed = 0,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    device: Device = None,
+    dtype: Dtype = None,
     pictures: Annotated[int, typer.Option(help="Pictures to keep of each decoder.")] = 16,
     plot: Annotated[bool, typer.Option(help="Draw the trade-off plot.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Run decoders side by side and write a table of speed next to quality."""
+    """Run decoders side by side and write a table of speed next to quality.
+
+    Without --prompts-file shapes-t2i is judged on its own task prompts, and a class model draws its classes.
+    """
     from visacc.bench.report import require_plotting, to_markdown, write
     from visacc.bench.run import bench_decoders, default_entries, parse_entry
     from visacc.loading import load_model
@@ -56,10 +70,10 @@ def decoders(
         require_plotting()
     entries = [parse_entry(text) for text in decoder or []]
     target = load_model(model, device=device, dtype=dtype)
-    chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    chosen = sampling_of(guidance_scale, temperature, top_k, top_p)
     bench = bench_decoders(
         target,
-        bench_prompts(target, prompts, per_task),
+        bench_prompts(target, prompts_file, per_task),
         entries or default_entries(target.layout.grid[2]),
         sampling=SamplingParams.merge(target.defaults, chosen),
         seed=seed,
@@ -76,9 +90,7 @@ def decoders(
 def bench_prompts(model: Any, path: Path | None, per_task: int) -> list[Any]:
     """Prompts of a file, task prompts of the shapes world, or class labels."""
     if path is not None:
-        if not path.is_file():
-            raise ValueError(f"prompts file {path} does not exist")
-        lines = read_lines(path)
+        lines = prompt_lines(path)
         if not lines:
             raise ValueError(f"{path} holds no prompts")
         return lines
@@ -92,4 +104,4 @@ def bench_prompts(model: Any, path: Path | None, per_task: int) -> list[Any]:
     if gpt is not None and gpt.config.model_type == "c2i":
         classes = gpt.config.num_classes
         return [round(i * (classes - 1) / max(per_task - 1, 1)) for i in range(min(per_task, classes))]
-    raise ValueError(f"{model.name} needs prompts: pass --prompts FILE")
+    raise ValueError(f"{model.name} needs prompts: pass --prompts-file FILE")

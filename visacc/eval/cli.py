@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from visacc.cli_options import Device, Quiet, batch_option
+
 app = typer.Typer(
     help="Quality and speed of decoders: FID family, GenEval, CLIP score, whole evaluation runs.",
     no_args_is_help=True,
@@ -24,9 +26,7 @@ Work = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the scores to this JSON file.")]
 Weights = Annotated[Path | None, typer.Option(help="Weights file of the network; default: download.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU when there is one.")]
-Batch = Annotated[int, typer.Option(help="Images per forward pass.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Batch = Annotated[int, batch_option("Images per forward pass.")]
 Options = Annotated[
     list[str] | None, typer.Option("--option", "-O", help="Option of the network, name=value.")
 ]
@@ -261,7 +261,7 @@ def fvd(
     ] = None,
     out: Out = None,
     device: Device = None,
-    batch: Annotated[int, typer.Option(help="Clips per forward pass.")] = 8,
+    batch: Annotated[int, batch_option("Clips per forward pass.")] = 8,
     quiet: Quiet = False,
 ) -> None:
     """Fréchet video distance of two folders of clips, with its protocol."""
@@ -351,7 +351,7 @@ def geneval(
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file, see docs/metrics.md.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder, instead of the one in the file.")
+        Path | None, typer.Option("--out", "-o", "--output", help="Folder, instead of the one in the file.")
     ] = None,
     quiet: Quiet = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
+from visacc.cli_options import Device, Dtype, RunSeed, Shard, batch_option
 from visacc.reading import as_object
 from visacc.writing import write_json
 
@@ -94,17 +95,19 @@ def caption(
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Question for every picture.")] = "",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; resumes if it exists.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Pictures per batch.")] = 8,
+    batch_size: Annotated[int, batch_option("Pictures per batch.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+    seed: RunSeed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", "--no-progress", help="No progress is shown.")
+    ] = False,
 ) -> None:
     """Caption pictures with speculative decoding; one JSON object per line."""
     from rich.console import Console
@@ -141,7 +144,7 @@ def caption(
     failed = tokens = steps = 0
     sink = _opened(out) if out is not None else None
     try:
-        with Progress(console=console, disable=not progress) as bar:
+        with Progress(console=console, disable=quiet) as bar:
             task = bar.add_task("captions", total=len(left))
             for row in pipeline.iterate(left, prompt, batch_size=batch_size, seed=seed, **options):
                 line = json.dumps(row.to_dict(), ensure_ascii=False)
@@ -166,27 +169,30 @@ def caption(
 @app.command("train-drafter")
 def train_drafter_command(
     method: Annotated[str, typer.Option(help="eagle, msd, dream, flash or vispec.")],
-    target: Annotated[str, typer.Option(help="Hub id or folder of the vision-language model.")],
+    target: Annotated[
+        str, typer.Option("--target", "--model", "-m", help="Hub id or folder of the vision-language model.")
+    ],
     data: Annotated[Path, typer.Option(help='JSONL with "image", "prompt" and, if wanted, "answer".')],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; resumes if it exists.")],
     answers: Annotated[str, typer.Option(help="generated (by the target) or dataset.")] = "generated",
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20000,
-    batch_size: Annotated[int, typer.Option(help="Samples per step and process.")] = 2,
+    batch_size: Annotated[int, batch_option("Samples per step and process.")] = 2,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-5,
     max_new_tokens: Annotated[int, typer.Option(help="Longest generated answer.")] = 256,
     held_out: Annotated[int, typer.Option(help="Last samples, kept for measuring the accepted length.")] = 8,
-    check_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    eval_every: Annotated[
+        int,
+        typer.Option("--eval-every", "--check-every", help="Steps between measurements of accepted length."),
+    ] = 500,
     store: Annotated[
         Path | None, typer.Option(help="Folder of features, written once, then read in place of the target.")
     ] = None,
     prune: Annotated[
         float | None, typer.Option(help="dream: share of the picture's tokens that the drafter keeps.")
     ] = None,
-    shard: Annotated[
-        bool, typer.Option(help="Several processes: spread the drafter over them (FSDP2).")
-    ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16 (target).")] = None,
+    shard: Shard = False,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Train (or resume) a drafter of a vision-language model, on features harvested online by default.
 
@@ -208,7 +214,7 @@ def train_drafter_command(
         lr=lr,
         max_new_tokens=max_new_tokens,
         held_out=held_out,
-        check_every=check_every,
+        check_every=eval_every,
         store=store,
         shard=shard,
         config=None if prune is None else {"prune": prune},
@@ -227,7 +233,10 @@ def export_drafter_command(
         ),
     ],
     target: Annotated[
-        str, typer.Option("--target", "-t", help="Folder or hub id of the model it was trained for.")
+        str,
+        typer.Option(
+            "--target", "--model", "-m", "-t", help="Folder or hub id of the model it was trained for."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder to write to.")],
     method: Annotated[
@@ -256,8 +265,8 @@ def bench_command(
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
     images: Annotated[Path | None, typer.Option(help="Folder of pictures; not for shapes-captioner.")] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p")] = "",
-    count: Annotated[int, typer.Option(help="Pictures.")] = 32,
-    batch_size: Annotated[int, typer.Option(help="Pictures per batch.")] = 1,
+    count: Annotated[int, typer.Option("--num-images", "-n", "--count", help="Pictures.")] = 32,
+    batch_size: Annotated[int, batch_option("Pictures per batch.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Passes; figures are medians.")] = 3,
     assistant: Annotated[
@@ -268,7 +277,7 @@ def bench_command(
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; PyTorch's own number by default.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON report.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    device: Device = None,
 ) -> None:
     """Tokens per step and speed of drafters against plain decoding, model.generate and assisted
     generation.

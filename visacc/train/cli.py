@@ -9,6 +9,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from visacc.cli_options import (
+    Device,
+    Dtype,
+    Guidance,
+    PromptsFile,
+    RunSeed,
+    Shard,
+    Temperature,
+    TopK,
+    TopP,
+    batch_option,
+    prompt_lines,
+    sampling_of,
+)
 from visacc.train import parallel
 
 
@@ -31,16 +45,13 @@ def _root() -> None:
 @app.command("drafter")
 def drafter(
     model: Annotated[str, typer.Option("--model", "-m", help="Target: name, folder or file.")] = "shapes-t2i",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Text file, one prompt a line. Not needed for class models and shapes-t2i."),
-    ] = None,
+    prompts_file: PromptsFile = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.")] = Path("drafter"),
     held_out: Annotated[
         int, typer.Option(help="Prompts kept for measuring accepted length (the last ones of the file).")
     ] = 8,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 2000,
-    batch: Annotated[int, typer.Option(help="Samples per process and accumulation round.")] = 4,
+    batch_size: Annotated[int, batch_option("Samples per process and accumulation round.")] = 4,
     accumulate: Annotated[int, typer.Option(help="Rounds per optimiser step.")] = 1,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-4,
     precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
@@ -56,25 +67,26 @@ def drafter(
     train_embedding: Annotated[bool, typer.Option(help="Train the drafter's embedding too.")] = False,
     tree: Annotated[str, typer.Option(help="Tree the drafter is for.")] = "2x5",
     padding: Annotated[str, typer.Option(help="What padded prompt slots see: self, half or float.")] = "self",
-    guidance_scale: Annotated[float | None, typer.Option(help="Guidance of the samples.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of the samples.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Top-k of the samples.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Top-p of the samples.")] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements of accepted length.")] = 250,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    init: Annotated[Path | None, typer.Option(help="Drafter folder to start from.")] = None,
-    shard: Annotated[
-        bool, typer.Option(help="Several processes: spread the drafter over them (FSDP2).")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Precision of the target.")] = None,
+    init: Annotated[
+        Path | None, typer.Option("--init", "--from", help="Drafter folder to start from.")
+    ] = None,
+    shard: Shard = False,
+    seed: RunSeed = 0,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Train (or resume) a drafter of an image model; with --method, of a vision-language model (see vlm-drafter).
 
     Several processes: accelerate launch --num_processes 4 -m visacc train drafter ..., or torchrun. Every process samples
-    and reads its own --batch; gradients are averaged, so the batch of a step is --batch times processes times
-    --accumulate.
+    and reads --batch-size of its own; gradients are averaged, so the batch of a step is that times the processes times
+    --accumulate. The sampling options are those of the samples that the target draws. Class models and shapes-t2i need no
+    --prompts-file.
     """
     from visacc.loading import load_model
     from visacc.sampling import SamplingParams
@@ -84,7 +96,7 @@ def drafter(
 
     settings = DrafterTraining(
         steps=steps,
-        batch=batch,
+        batch=batch_size,
         accumulate=accumulate,
         lr=lr,
         loss=LossSpec(feature_weight, law_weight, guided_weight, unroll, noise=noise),
@@ -101,8 +113,8 @@ def drafter(
         shard=shard,
     )
     target = load_model(model, device=own_device(device), dtype=dtype)
-    texts, kept = training_prompts(target, prompts, held_out)
-    chosen = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    texts, kept = training_prompts(target, prompts_file, held_out)
+    chosen = sampling_of(guidance_scale, temperature, top_k, top_p)
     sampling = SamplingParams.merge(target.defaults, chosen)
     train_drafter(target, texts, kept, out, settings, sampling, init=init)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -114,9 +126,7 @@ def training_prompts(model: Any, path: Path | None, held_out: int) -> tuple[list
     if held_out < 1:
         raise ValueError(f"held_out must be at least 1, got {held_out}")
     if path is not None:
-        if not path.is_file():
-            raise ValueError(f"prompts file {path} does not exist")
-        lines = list(dict.fromkeys(line.strip() for line in path.read_text().splitlines() if line.strip()))
+        lines = list(dict.fromkeys(prompt_lines(path)))
         if len(lines) <= held_out:
             raise ValueError(
                 f"{path} has {len(lines)} different prompts, {held_out} held out leave none to train on"
@@ -133,7 +143,7 @@ def training_prompts(model: Any, path: Path | None, held_out: int) -> tuple[list
         texts = list(dict.fromkeys(sample(i).caption for i in range(8192)))
         step = max(1, len(kept) // held_out)
         return [text for text in texts if text not in set(kept)], kept[::step][:held_out]
-    raise ValueError(f"{model.name} needs prompts to train on: pass --prompts FILE")
+    raise ValueError(f"{model.name} needs prompts to train on: pass --prompts-file FILE")
 
 
 app.command("lpd")(parallel.lpd)

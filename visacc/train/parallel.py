@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from visacc.cli_options import Device, batch_option
 from visacc.reading import read_array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: checkpoint, log, result.")]
-_Start = Annotated[Path | None, typer.Option("--from", help="Checkpoint to start from.")]
-_Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; a GPU when there is one.")]
+_Start = Annotated[Path | None, typer.Option("--init", "--from", help="Checkpoint to start from.")]
+_Batch = Annotated[int, batch_option("Samples per step.")]
 
 
 def read_codes(folder: Path, vocab: int, tokens: int) -> Tensor:
@@ -76,25 +77,25 @@ def lpd(
     ] = 0,
     start: _Start = None,
     epochs: Annotated[float, typer.Option(help="Epochs (published: 450 at 256 px, 50 at 512 px).")] = 450,
-    batch: Annotated[int, typer.Option(help="Samples per step.")] = 256,
+    batch_size: _Batch = 256,
     lr: Annotated[float | None, typer.Option(help="Peak rate; 1e-4 batch / 256 by default.")] = None,
-    device: _Device = None,
+    device: Device = None,
 ) -> None:
-    """Train an LPD model, by class, by caption, or both; ``--from`` a smaller grid starts it from that model, positions
+    """Train an LPD model, by class, by caption, or both; ``--init`` a smaller grid starts it from that model, positions
     interpolated.
     """
     import torch
 
     from visacc.eval.world import refuse_several
-    from visacc.loading import _device
+    from visacc.loading import as_device
     from visacc.models.fit import Fit, fit
     from visacc.models.lpd import LPD, LPDConfig, load_lpd, training_lists, upscale
     from visacc.models.lpd.released import SIZES
     from visacc.models.lpd.train import conditioned_loss, lr_at
 
     refuse_several("visacc train lpd")
-    where = _device(device)
-    _positive(grid=grid, vocab=vocab, classes=classes, batch=batch, epochs=epochs, lr=lr)
+    where = as_device(device)
+    _positive(grid=grid, vocab=vocab, classes=classes, batch_size=batch_size, epochs=epochs, lr=lr)
     old = load_lpd(start) if start is not None else None
     if old is not None:
         config = replace(old.config, grid=grid)
@@ -118,8 +119,8 @@ def lpd(
     else:
         model = (old if old.config.grid == grid else upscale(old, grid)).to(where)
     lists = training_lists(model.config.tokens)
-    peak = lr if lr is not None else 1e-4 * batch / 256
-    per_epoch = max(len(codes) // min(batch, len(codes)), 1)
+    peak = lr if lr is not None else 1e-4 * batch_size / 256
+    per_epoch = max(len(codes) // min(batch_size, len(codes)), 1)
     steps = max(1, round(epochs * per_epoch))
 
     def loss(pick: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def lpd(
 
     settings = Fit(
         steps=steps,
-        batch=batch,
+        batch=batch_size,
         muon_lr=0,
         adam_lr=peak,
         weight_decay=0.02,
@@ -149,7 +150,8 @@ def lpd(
 def nbp(
     data: Annotated[Path, typer.Argument(help="Folder with codes.npy and, for text models, texts.npy.")],
     start: Annotated[
-        Path, typer.Option("--from", help="NTP checkpoint to fine-tune, or an NBP one to go on with.")
+        Path,
+        typer.Option("--init", "--from", help="NTP checkpoint to fine-tune, or an NBP one to go on with."),
     ],
     out: _Out = Path("nbp"),
     block: Annotated[int, typer.Option(help="Tokens predicted at once.")] = 16,
@@ -158,25 +160,25 @@ def nbp(
     video_vocab: Annotated[int, typer.Option(help="Video codes.")] = 64000,
     text_vocab: Annotated[int, typer.Option(help="Text ids.")] = 32000,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 10000,
-    batch: Annotated[int, typer.Option(help="Samples per step.")] = 256,
+    batch_size: _Batch = 256,
     lr: Annotated[
         float, typer.Option(help="Peak rate; keep it well below that of training from scratch.")
     ] = 1e-4,
     cond_drop: Annotated[
         float, typer.Option(help="Texts dropped in training; above 0 makes guidance possible.")
     ] = 0.0,
-    device: _Device = None,
+    device: Device = None,
 ) -> None:
     """Fine-tune a next-token video model into a next-block one (or go on training a next-block one)."""
     from visacc.eval.world import refuse_several
-    from visacc.loading import _device
+    from visacc.loading import as_device
     from visacc.models.fit import Fit, fit
     from visacc.models.nbp import load_nbp, to_next_block
 
     refuse_several("visacc train nbp")
-    where = _device(device)
+    where = as_device(device)
     t, h, w = _numbers(grid)
-    _positive(block=block, video_vocab=video_vocab, steps=steps, batch=batch, lr=lr, heads=heads)
+    _positive(block=block, video_vocab=video_vocab, steps=steps, batch_size=batch_size, lr=lr, heads=heads)
     if not 0 <= cond_drop < 1:
         raise ValueError(f"--cond-drop must lie in [0, 1), got {cond_drop}")
     shape: dict[str, Any] = {
@@ -208,7 +210,7 @@ def nbp(
 
     settings = Fit(
         steps=steps,
-        batch=batch,
+        batch=batch_size,
         muon_lr=0,
         adam_lr=lr,
         weight_decay=0.01,

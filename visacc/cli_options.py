@@ -1,0 +1,111 @@
+"""What the commands have in common: their options, spelled and explained once, and what is done with them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from visacc.reading import read_lines
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Model name, folder, file or hub id.")]
+DecoderOptions = Annotated[
+    list[str] | None, typer.Option("--option", "-O", help="Decoder option, name=value; repeatable.")
+]
+PromptsFile = Annotated[
+    Path | None, typer.Option("--prompts-file", "--prompts", help="Text file with one prompt a line.")
+]
+OutFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
+NumImages = Annotated[int, typer.Option("--num-images", "-n", help="Images per prompt.")]
+DrawnSeed = Annotated[int | None, typer.Option(help="Seed; without one a random seed is drawn and recorded.")]
+RunSeed = Annotated[int, typer.Option(help="Seed of the run.")]
+Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 switches it off.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most probable codes; 0 keeps all.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus mass in (0, 1].")]
+ImageSize = Annotated[
+    str | None, typer.Option(help="Pixels, for models of several sizes: 512, or 768x512 (height x width).")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress is shown.")]
+Shard = Annotated[
+    bool, typer.Option("--shard", help="Several processes: spread the drafter over them (FSDP2).")
+]
+
+
+def batch_option(help: str) -> Any:
+    """``--batch-size``, with the unit in ``help``."""
+    return typer.Option("--batch-size", "--batch", help=help)
+
+
+def sampling_of(
+    guidance_scale: float | None, temperature: float | None, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """The sampling options as keyword arguments of ``SamplingParams`` and of the pipelines; ``None`` is the model's own."""
+    return {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+
+def named_values(pairs: list[str] | None, what: str = "decoder options") -> dict[str, Any]:
+    """``name=value`` pairs to keyword arguments; values are Python literals where they parse as such, else text."""
+    found: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.strip():
+            raise ValueError(f"{what} are written name=value, got {pair!r}")
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = text
+        found[name.strip().replace("-", "_")] = value
+    return found
+
+
+def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str | int]:
+    """Prompts of the command line and of a file; numbers are class labels."""
+    lines = list(prompts or [])
+    if file is not None:
+        lines += prompt_lines(file)
+    if not lines:
+        raise ValueError(
+            'give at least one prompt, e.g. visacc generate "a red circle left of a blue square"'
+        )
+    return [int(line) if re.fullmatch(r"\d+", line.strip()) else line for line in lines]
+
+
+def prompt_lines(file: Path) -> list[str]:
+    """Lines of a text file that are not empty."""
+    if not file.is_file():
+        raise ValueError(f"prompts file {file} does not exist")
+    return read_lines(file)
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder. Raises ``ValueError`` where that is impossible, before anything is computed for it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output {folder} is a file; --out takes a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+
+
+@contextmanager
+def progress_bar(what: str, *, hidden: bool) -> Iterator[Any]:
+    """A bar on the terminal, as a function ``report(done, total)``."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=hidden, transient=True
+    ) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda done, total: bar.update(task, completed=done / total)
