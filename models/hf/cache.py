@@ -80,7 +80,7 @@ def slot_cache(kv: Tensor, slots: Tensor | None, limit: int, *, static: bool = F
     Args:
         static: for a compiled forward, see :func:`visacc.models.compiling.fixed`.
     """
-    layers = [SlotLayer(store, slots, limit) for store in kv]
+    layers: list[Any] = [SlotLayer(store, slots, limit) for store in kv]
     if static:
         fixed(store for layer in layers for store in (layer.keys, layer.values))
     return Cache(layers=layers)

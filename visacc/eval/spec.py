@@ -73,7 +73,7 @@ def _check_kinds(names: Sequence[str], spec: Mapping[str, Any]) -> None:
     for key, (kind, words) in _KINDS.items():
         value = spec.get(key)
         wrong = not isinstance(value, kind)
-        if kind is int and not wrong:
+        if kind is int and isinstance(value, int):
             wrong = isinstance(value, bool) or value < 1
         if isinstance(value, Mapping):
             wrong = wrong or not all(isinstance(name, str) for name in value)

@@ -75,8 +75,8 @@ class BlockTree:
             above = (first + last).expand(batch, -1)
             feats = out[:, last]
             tips = self._block(rec, chosen, rec.score(chosen), logits[:, last], block)
-        recorded = map(rec.all, ("token", "parent", "depth", "score"))
-        return assemble(root, *recorded, self.budget)
+        token, parent, depth = rec.all("token"), rec.all("parent"), rec.all("depth")
+        return assemble(root, token, parent, depth, rec.score(), self.budget)
 
     def _block(self, rec: _Record, tips: Tensor, score: Tensor, logits: Tensor, block: int) -> Tensor:
         """Extend tips int64 [B, n] (recorded indices) by K levels with laws [B, n, K, V]; returns the new

@@ -186,8 +186,8 @@ class DynamicTree:
             above = (level - 1) * k + source
             beam, beam_tokens = base + flat, ids.flatten(1).gather(1, flat)
             feature = out[rows, source]
-        recorded = (torch.cat(parts, dim=1) for parts in (tokens, parents, depths, scores))
-        return assemble(root, *recorded, self.budget)
+        token, parent, depth, score = (torch.cat(p, dim=1) for p in (tokens, parents, depths, scores))
+        return assemble(root, token, parent, depth, score, self.budget)
 
 
 @dataclass(frozen=True)
