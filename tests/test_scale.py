@@ -106,7 +106,11 @@ def test_model_options(tmp_path: Path, model: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as stop:
         main([*line, "device_map=auto"])
     assert stop.value.code == 2
-    assert "does not know one of the model options ['device_map']" in capsys.readouterr().err
+    assert "device_map spreads models of the transformers library" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main([*line, "no_such_option=1"])
+    assert stop.value.code == 2
+    assert "does not know one of the model options ['no_such_option']" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         main([*line, f"vq={model / 'vq.safetensors'}"])
     assert stop.value.code == 0
