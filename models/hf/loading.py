@@ -76,8 +76,7 @@ def load_hf(
     source = str(folder) if folder else str(name_or_path)
     where: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     if kind == "emu3.5" and config.get("model_type") != "qwen3":
-        with naming(name_or_path):
-            where["config"] = qwen3_config(config)
+        where["config"] = guarded(name_or_path, lambda: qwen3_config(config))
     model, info = guarded(
         name_or_path,
         lambda: getattr(transformers, class_name).from_pretrained(
