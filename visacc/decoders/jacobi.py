@@ -194,13 +194,10 @@ class Jacobi(Decoder):
         size, width = slots.shape[1], self.max_nodes(run.layout) - 1
         if width == 0:
             return
-        gained = keep.sum(1)
-        source = gained[:, None] + torch.arange(width, device=run.device)
-        carried = source < size
+        source, carried, new_slots = self._shift(run, keep.sum(1), width, size)
         source = source.clamp(max=size - 1)
         rows = torch.arange(run.batch, device=run.device)[:, None]
         first = slots[:, -1] + 1
-        new_slots = (run.count + gained)[:, None] + torch.arange(width, device=run.device)
         new_inside = new_slots.clamp(max=run.total - 1)
         laws = self.state.get("laws")
         if laws is not None:
@@ -214,6 +211,14 @@ class Jacobi(Decoder):
             if fresh.q is not None:
                 q = torch.where(carried[..., None], q, fresh.q)
             self.state["q"] = q
+
+    @staticmethod
+    def _shift(run: Run, gained: Tensor, width: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The next window of ``width`` drafts, ``gained`` [B] slots on from this one of ``size``: which output each comes
+        from, whether there is one, and its slot, [B, width] each."""
+        ahead = torch.arange(width, device=run.device)
+        source = gained[:, None] + ahead
+        return source, source < size, (run.count + gained)[:, None] + ahead
 
     def _known(self, run: Run, inside: Tensor, survivors: Tensor, tokens: Tensor, keep: Tensor) -> Tensor:
         """Tokens by slot, committed or drafted [B, total], for initialisations that copy a neighbour."""

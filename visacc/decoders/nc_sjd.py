@@ -183,10 +183,8 @@ class NCSJD(Jacobi):
         drafts, onehot, q = self.state["drafts"], self.state["onehot"], self.state["q"]
         assert drafts is not None and onehot is not None
         gained = keep.sum(1)
-        source = gained[:, None] + torch.arange(width, device=run.device)
-        carried = source < size
-        first = run.count + gained
-        place = (first[:, None] + torch.arange(width, device=run.device)).clamp(max=run.total - 1)
+        source, carried, place = self._shift(run, gained, width, size)
+        first, place = place[:, 0], place.clamp(max=run.total - 1)
         rows = torch.arange(run.batch, device=run.device)[:, None]
 
         seen = _write(

@@ -201,10 +201,8 @@ class SJDPAC(Jacobi):
         )
         last = draw(law[:, length], run.noise.integer(rng.DRAW, inside[:, length:], run.step)[:, 0])
         coupled = torch.cat([coupled.view(batch, length), last[:, None]], dim=1)
-        source = gained[:, None] + torch.arange(length, device=run.device)
-        carried = source <= length
+        source, carried, place = self._shift(run, gained, length, length + 1)
         source = source.clamp(max=length)
-        place = (run.count + gained)[:, None] + torch.arange(length, device=run.device)
         fresh = self._fresh(run, place)
         assert fresh.q is not None
         rows = torch.arange(batch, device=run.device)[:, None]
