@@ -1,4 +1,4 @@
-"""Prompts of video models, and the codes of the frames that they continue."""
+"""What video models have in common: their prompts, the codes of the frames they continue, their tokenizers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from visacc.models.base import Conditioning, ImageModel
 
 
 class VideoTokenizer(Protocol):
@@ -32,6 +34,69 @@ class VideoPrompt:
 
     text: str | None = None
     frames: Tensor | None = None
+
+
+class VideoModel(ImageModel):
+    """Adapter of a video model.
+
+    Attributes:
+        tokenizer: turns codes into frames and back; ``None`` for codes only.
+        given_frames: latent frames that every prompt brings (continuation), 0 for generation from text. The layout holds
+            the generated rest.
+        grid: latent (frames, rows, columns) of a whole clip.
+    """
+
+    tokenizer: VideoTokenizer | None
+    given_frames: int
+    grid: tuple[int, int, int]
+
+    def _check_tokenizer(self, codes: int) -> None:
+        """Raise ``ValueError`` for a tokenizer with another number of codes than the network."""
+        if self.tokenizer is not None and self.tokenizer.codebook_size != codes:
+            raise ValueError(
+                f"{self.name} has {codes} video codes, its tokenizer {self.tokenizer.codebook_size}: another tokenizer"
+            )
+
+    @property
+    def given_tokens(self) -> int:
+        return self.given_frames * self.grid[1] * self.grid[2]
+
+    def given_codes(self, items: Sequence[VideoPrompt]) -> Tensor:
+        """See :func:`given_codes`."""
+        return given_codes(items, self.tokenizer, self.given_frames, self.grid, self.device, self.name)
+
+    def video_codes(self, codes: Tensor) -> Tensor:
+        """Codes as the tokenizer knows them."""
+        return codes
+
+    def complete(self, cond: Conditioning, codes: Tensor) -> Tensor:
+        """The given latent frames and the generated ones, int64 [B, T, H, W]."""
+        given = cond.data["given"].unflatten(1, (self.given_frames, *self.grid[1:]))
+        return torch.cat([given, self.video_codes(codes)], dim=1)
+
+    def check_pixels(self) -> None:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Codes of whole clips (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
+        self.check_pixels()
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(self.video_codes(codes)).float().clamp(0, 1)
+
+
+def check_clips(video: Tensor, stride: tuple[int, int, int]) -> None:
+    """Raise ``ValueError`` unless ``video`` is float [B, T, 3, H, W] that a tokenizer of this stride can read."""
+    t, h, w = stride
+    if video.ndim != 5 or video.shape[2] != 3 or not video.is_floating_point():
+        raise ValueError(
+            f"videos must be float [B, T, 3, H, W] in [0, 1], got {video.dtype} {tuple(video.shape)}"
+        )
+    if (video.shape[1] - 1) % t or video.shape[3] % h or video.shape[4] % w:
+        raise ValueError(
+            f"videos must have 1 + {t} n frames and sides divisible by {h} and {w}, got {video.shape[1]} frames of"
+            f" {video.shape[3]}x{video.shape[4]}: a truncated or foreign video"
+        )
 
 
 def as_prompts(prompts: Sequence[Any]) -> list[VideoPrompt]:

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,7 +196,7 @@ class TextToImagePipeline:
                 sampling,
                 seeds[part],
                 callback=callback if callback_on_step_end else None,
-                progress=None if progress is None else partial(_report, progress, done, size, whole),
+                progress=batch_progress(progress, done, size, whole),
             )
             return result, None if output_type == "codes" else self._decode(result.codes)
 
@@ -214,15 +213,7 @@ class TextToImagePipeline:
         stats = DecodeStats.merge([r.stats for r in results])
         self._auto.observe(engine, stats)
         codes = torch.cat([r.codes for r in results])
-        settings = {
-            "model": self.model.name,
-            "decoder": engine.name,
-            "decoder_options": engine.options(),
-            "lossless": engine.lossless,
-            "sampling": dict(sampling.__dict__),
-            "pixel_rule": self.model.pixel_rule,
-            "total_seconds": time.perf_counter() - started,
-        }
+        settings = settings_of(self.model, engine, sampling, time.perf_counter() - started)
         images = codes if output_type == "codes" else self._output(torch.cat(pixels), output_type)
         return ImageOutput(images, codes, seeds[: len(codes)], stats, settings)
 
@@ -282,11 +273,28 @@ class TextToImagePipeline:
         return many
 
 
-def _report(
-    progress: Callable[[int, int], object], done: int, size: int, whole: int, slots: int, _total: int
-) -> None:
-    """Progress of a whole call from that of one of its batches of ``size`` images."""
-    progress(done + slots * size, whole)
+def settings_of(
+    model: ImageModel, decoder: Decoder, sampling: SamplingParams, seconds: float
+) -> dict[str, Any]:
+    """What an output and the files about it say of how it was made."""
+    return {
+        "model": model.name,
+        "decoder": decoder.name,
+        "decoder_options": decoder.options(),
+        "lossless": decoder.lossless,
+        "sampling": dict(sampling.__dict__),
+        "pixel_rule": model.pixel_rule,
+        "total_seconds": seconds,
+    }
+
+
+def batch_progress(
+    progress: Callable[[int, int], object] | None, done: int, size: int, whole: int
+) -> Callable[[int, int], object] | None:
+    """Progress of a whole call of ``whole`` slots from that of a batch of ``size`` samples behind ``done`` slots."""
+    if progress is None:
+        return None
+    return lambda slots, _total: progress(done + slots * size, whole)
 
 
 def _is_token_ids(prompt: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from visacc.decoders.base import Decoder
 from visacc.engine import decode
 from visacc.memory import in_batches
 from visacc.models.base import ImageModel
-from visacc.models.video_prompt import VideoPrompt
-from visacc.pipeline import image_seeds
+from visacc.models.video_prompt import VideoModel, VideoPrompt
+from visacc.pipeline import batch_progress, image_seeds, positive, settings_of
 from visacc.registry import make_decoder
 from visacc.sampling import SamplingParams
 from visacc.stats import DecodeStats
@@ -61,7 +60,7 @@ class _VideoPipeline:
     """What both pipelines share.
 
     Args:
-        model: a video adapter (``given_frames``, ``complete``).
+        model: a video adapter.
         decoder: registered name, or a decoder object.
         fps: frames per second of the outputs.
         options: options of the decoder, e.g. ``window=64``.
@@ -70,7 +69,7 @@ class _VideoPipeline:
     def __init__(
         self, model: ImageModel, decoder: str | Decoder = "ar", *, fps: float = 8, **options: Any
     ) -> None:
-        if not hasattr(model, "complete") or not hasattr(model, "given_frames"):
+        if not isinstance(model, VideoModel):
             raise ValueError(f"{model.name} is no video model")
         self.model, self.fps = model, fps
         self.set_decoder(decoder, **options)
@@ -97,8 +96,7 @@ class _VideoPipeline:
     ) -> VideoOutput:
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"unknown output_type {output_type!r}; choose one of {', '.join(OUTPUT_TYPES)}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
+        positive("batch_size", batch_size)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         sampling = SamplingParams.merge(self.model.defaults, given)
         if output_type != "codes":
@@ -111,11 +109,9 @@ class _VideoPipeline:
         def work(start: int, stop: int) -> tuple[DecodeStats, Tensor, Tensor | None]:
             part = prompts[start:stop]
             cond = self.model.encode(part)
-            report = None
-            if progress is not None:
-                report = partial(_report, progress, start * slots, len(part), len(prompts) * slots)
+            report = batch_progress(progress, start * slots, len(part), len(prompts) * slots)
             result = decode(self.model, decoder, cond, sampling, seeds[start:stop], progress=report)
-            whole = self.model.complete(cond, result.codes)  # type: ignore[attr-defined]
+            whole = self.model.complete(cond, result.codes)
             with torch.no_grad():
                 return result.stats, whole, None if output_type == "codes" else self.model.decode(whole)
 
@@ -124,15 +120,7 @@ class _VideoPipeline:
             codes.append(whole)
             if drawn is not None:
                 pixels.append(drawn)
-        settings = {
-            "model": self.model.name,
-            "decoder": decoder.name,
-            "decoder_options": decoder.options(),
-            "lossless": decoder.lossless,
-            "sampling": dict(sampling.__dict__),
-            "pixel_rule": self.model.pixel_rule,
-            "total_seconds": time.perf_counter() - started,
-        }
+        settings = settings_of(self.model, decoder, sampling, time.perf_counter() - started)
         videos: Any = torch.cat(codes) if output_type == "codes" else torch.cat(pixels)
         if output_type in ("np", "pil"):
             videos = list(self.model.to_uint8(videos).movedim(2, -1).cpu().numpy())
@@ -146,7 +134,7 @@ class TextToVideoPipeline(_VideoPipeline):
 
     def __init__(self, model: ImageModel, decoder: str | Decoder = "ar", **options: Any) -> None:
         super().__init__(model, decoder, **options)
-        if self.model.given_frames:  # type: ignore[attr-defined]
+        if self.model.given_frames:
             raise ValueError(f"{model.name} was loaded to continue frames; use VideoContinuationPipeline")
 
     def __call__(
@@ -170,7 +158,7 @@ class VideoContinuationPipeline(_VideoPipeline):
 
     def __init__(self, model: ImageModel, decoder: str | Decoder = "ar", **options: Any) -> None:
         super().__init__(model, decoder, **options)
-        if not self.model.given_frames:  # type: ignore[attr-defined]
+        if not self.model.given_frames:
             raise ValueError(
                 f"{model.name} was loaded to generate from text; load it with given_frames=1 or more"
             )
@@ -178,10 +166,10 @@ class VideoContinuationPipeline(_VideoPipeline):
     @property
     def frames_needed(self) -> int:
         """Frames that a clip must bring."""
-        model: Any = self.model
-        if model.tokenizer is None:
-            raise ValueError(f"{model.name} was loaded without a tokenizer and cannot read frames")
-        return model.tokenizer.frames(model.given_frames)
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.model.name} was loaded without a tokenizer and cannot read frames")
+        return tokenizer.frames(self.model.given_frames)
 
     def __call__(self, frames: Any, prompt: str | Sequence[str] | None = None, **call: Any) -> VideoOutput:
         """Continue one clip or a list of clips.
@@ -198,9 +186,3 @@ class VideoContinuationPipeline(_VideoPipeline):
         if len(texts) != len(clips):
             raise ValueError(f"{len(clips)} clips need one text or {len(clips)} texts, got {len(texts)}")
         return self._run([VideoPrompt(t, c) for t, c in zip(texts, clips, strict=True)], **call)
-
-
-def _report(
-    progress: Callable[[int, int], object], done: int, size: int, whole: int, slots: int, _total: int
-) -> None:
-    progress(done + slots * size, whole)

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.cache import addresses, window_mask
-from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import Conditioning, DecodeState, Layout, ModelOutput, Proposal
 from visacc.models.cosmos.released import TOP_P
 from visacc.models.cosmos.transformer import Cosmos
-from visacc.models.video_prompt import VideoTokenizer, as_prompts, given_codes
+from visacc.models.video_prompt import VideoModel, VideoTokenizer, as_prompts
 
 TEXT_TOKENS = 512
 
 
-class CosmosModel(ImageModel):
+class CosmosModel(VideoModel):
     """A Cosmos transformer and its tokenizer.
 
     Args:
@@ -51,22 +51,15 @@ class CosmosModel(ImageModel):
             raise ValueError(
                 f"{name} continues 1 or 2 latent frames (1 or 9 input frames), not {given_frames}"
             )
-        if tokenizer is not None and tokenizer.codebook_size != cfg.vocab:
-            raise ValueError(
-                f"{name} has {cfg.vocab} codes, its tokenizer {tokenizer.codebook_size}: another tokenizer"
-            )
         self.net, self.tokenizer, self.name = net.eval(), tokenizer, name
-        self.given_frames, self._read_texts = given_frames, read_texts
+        self._check_tokenizer(cfg.vocab)
+        self.given_frames, self.grid, self._read_texts = given_frames, cfg.grid, read_texts
         self.defaults = {"top_p": TOP_P[cfg.text]}  # type: ignore[misc]
         self.layout = Layout((cfg.grid[0] - given_frames, *cfg.grid[1:]), cfg.vocab)
 
     @property
     def module(self) -> nn.Module:
         return self.net
-
-    @property
-    def given_tokens(self) -> int:
-        return self.given_frames * self.net.config.grid[1] * self.net.config.grid[2]
 
     def encode(self, prompts: Sequence[Any], negative: Sequence[Any] | None = None) -> Conditioning:
         """:class:`VideoPrompt` objects with frames, and with a text for Video2World models."""
@@ -83,7 +76,7 @@ class CosmosModel(ImageModel):
             context = self._read_texts([text for text in texts if text])
         elif any(texts):
             raise ValueError(f"{self.name} has no text input; the Video2World models have")
-        given = given_codes(items, self.tokenizer, self.given_frames, cfg.grid, self.device, self.name)
+        given = self.given_codes(items)
         return self.conditioning(given, context)
 
     def conditioning(self, given: Tensor, context: Tensor | None = None) -> Conditioning:
@@ -140,21 +133,6 @@ class CosmosModel(ImageModel):
             proposal.outputs,
         )
         return ModelOutput(logits)
-
-    def complete(self, cond: Conditioning, codes: Tensor) -> Tensor:
-        """The given latent frames and the generated ones, int64 [B, T, H, W]."""
-        given = cond.data["given"].unflatten(1, (self.given_frames, *self.net.config.grid[1:]))
-        return torch.cat([given, codes], dim=1)
-
-    def check_pixels(self) -> None:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes of whole clips (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
-        self.check_pixels()
-        assert self.tokenizer is not None
-        return self.tokenizer.decode(codes)
 
 
 def fit_frames(frames: Tensor, size: tuple[int, int] = (640, 1024)) -> Tensor:

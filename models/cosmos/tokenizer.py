@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from visacc.models.cosmos.haar import patch, unpatch
 from visacc.models.nbp.fsq import FSQ, LEVELS
+from visacc.models.video_prompt import check_clips
 from visacc.weights import check_state, read_weights, tensors_in
 
 
@@ -286,16 +287,8 @@ class CosmosTokenizer(nn.Module):
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
         """Video [B, T, 3, H, W] in [0, 1] -> codes int64 [B, T', H', W']."""
-        t, s = self.config.temporal, self.config.spatial
-        if video.ndim != 5 or video.shape[2] != 3 or not video.is_floating_point():
-            raise ValueError(
-                f"videos must be float [B, T, 3, H, W] in [0, 1], got {video.dtype} {tuple(video.shape)}"
-            )
-        if (video.shape[1] - 1) % t or video.shape[3] % s or video.shape[4] % s:
-            raise ValueError(
-                f"videos must have 1 + {t} n frames and sides divisible by {s}, got {video.shape[1]} frames of"
-                f" {video.shape[3]}x{video.shape[4]}"
-            )
+        side = self.config.spatial
+        check_clips(video, (self.config.temporal, side, side))
         z = self.features(video.transpose(1, 2).to(self.quant_conv.conv3d.weight.dtype) * 2 - 1)
         return self.quantizer.codes(self.quantizer.quantize(z.movedim(1, -1)))
 

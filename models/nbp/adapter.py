@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from visacc.cache import addresses, window_mask
-from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
+from visacc.models.base import Conditioning, DecodeState, Layout, ModelOutput, Proposal
 from visacc.models.nbp.gpt import NBP, block_mask, input_ids
-from visacc.models.video_prompt import VideoTokenizer, as_prompts, given_codes
+from visacc.models.video_prompt import VideoModel, VideoTokenizer, as_prompts
 
 
-class NBPModel(ImageModel):
+class NBPModel(VideoModel):
     """An NBP transformer and its tokenizer.
 
     Args:
@@ -50,12 +50,9 @@ class NBPModel(ImageModel):
             raise ValueError(
                 f"{name} has no begin-of-video token: it continues given frames (given_frames >= 1)"
             )
-        if tokenizer is not None and tokenizer.codebook_size != cfg.video_vocab:
-            raise ValueError(
-                f"{name} has {cfg.video_vocab} video codes, its tokenizer {tokenizer.codebook_size}: another tokenizer"
-            )
         self.net, self.tokenizer, self.name = net.eval(), tokenizer, name
-        self.given_frames, self._read_text = given_frames, read_text
+        self._check_tokenizer(cfg.video_vocab)
+        self.given_frames, self.grid, self._read_text = given_frames, cfg.grid, read_text
         self._shift = 0 if joint_ids else cfg.video_shift
         self._joint = joint_ids
         self.block = cfg.block
@@ -74,10 +71,6 @@ class NBPModel(ImageModel):
     def module(self) -> nn.Module:
         return self.net
 
-    @property
-    def given_tokens(self) -> int:
-        return self.given_frames * self.net.config.grid[1] * self.net.config.grid[2]
-
     def encode(self, prompts: Sequence[Any], negative: Sequence[Any] | None = None) -> Conditioning:
         """Texts or :class:`VideoPrompt` objects; class models take their class text, continuation models frames."""
         if negative and any(n for n in negative):
@@ -89,9 +82,7 @@ class NBPModel(ImageModel):
             data["text"] = torch.stack([self._text(item.text) for item in items]).to(self.device)
         elif any(item.text for item in items):
             raise ValueError(f"{self.name} has no text condition; give frames only")
-        data["given"] = given_codes(
-            items, self.tokenizer, self.given_frames, self.net.config.grid, self.device, self.name
-        )
+        data["given"] = self.given_codes(items)
         return self.conditioning(data, len(items))
 
     def conditioning(self, data: dict[str, Any], batch: int) -> Conditioning:
@@ -173,18 +164,3 @@ class NBPModel(ImageModel):
         """Joint ids to video codes as the original program does: shifted, clamped to the video range."""
         cfg = self.net.config
         return (codes - cfg.video_shift).clamp(0, cfg.video_vocab - 1) if self._joint else codes
-
-    def complete(self, cond: Conditioning, codes: Tensor) -> Tensor:
-        """The given latent frames and the generated ones, int64 [B, T, H, W]."""
-        given = cond.data["given"].unflatten(1, (self.given_frames, *self.net.config.grid[1:]))
-        return torch.cat([given, self.video_codes(codes)], dim=1)
-
-    def check_pixels(self) -> None:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Codes of whole videos (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
-        self.check_pixels()
-        assert self.tokenizer is not None
-        return self.tokenizer.decode(self.video_codes(codes)).float().clamp(0, 1)

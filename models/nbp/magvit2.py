@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.models.nbp.fsq import FSQ, LEVELS
+from visacc.models.video_prompt import check_clips
 from visacc.weights import load_checked, read_weights, tensors_in
 
 
@@ -171,16 +172,7 @@ class Magvit2(nn.Module):
 
     def features(self, video: Tensor) -> Tensor:
         """Video [B, T, 3, H, W] -> encoder output before quantisation [B, C, T', H', W']."""
-        t, h, w = self.config.stride
-        if video.ndim != 5 or video.shape[2] != 3 or not video.is_floating_point():
-            raise ValueError(
-                f"videos must be float [B, T, 3, H, W] in [0, 1], got {video.dtype} {tuple(video.shape)}"
-            )
-        if (video.shape[1] - 1) % t or video.shape[3] % h or video.shape[4] % w:
-            raise ValueError(
-                f"videos must have 1 + {t} n frames and sides divisible by {h} and {w}, got {video.shape[1]} frames of"
-                f" {video.shape[3]}x{video.shape[4]}: a truncated or foreign video"
-            )
+        check_clips(video, self.config.stride)
         x = video.transpose(1, 2)
         for layer in self.encoder_layers:
             x = layer(x)
