@@ -13,7 +13,6 @@ Two forward passes:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visacc.models.attention import cached_attention, mask_bias, slot_index
 from visacc.models.llamagen.config import GPTConfig, rotary_table
 
 
@@ -84,10 +84,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention over the cache. layer_kv ``[2, R, Hkv, S, hd]``, index ``[2, R, Hkv, N, hd]`` (slots)."""
         q, k, v = self.project(x, turn)
-        layer_kv.scatter_(3, index, torch.stack((k, v)).to(layer_kv.dtype))
-        keys, values = layer_kv[:, :, :, :limit].unbind(0)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=self.gqa)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(cached_attention(q, k, v, layer_kv, index, bias, limit))
 
 
 class FeedForward(nn.Module):
@@ -291,11 +288,7 @@ class GPT(nn.Module):
         limit = cache.shape[4] if limit is None else limit
         x = inputs if inputs.is_floating_point() else F.embedding(inputs, self.tok_embeddings.weight)
         turn = self.rope(x.device)[positions].unsqueeze(2)
-        # Additive form once per pass: SDPA would otherwise convert the bool mask again in every layer.
-        bias = torch.zeros_like(mask[..., :limit], dtype=x.dtype).masked_fill_(~mask[..., :limit], -math.inf)
-        bias = bias.unsqueeze(1)
-        rows, width = positions.shape
-        index = slots[None, :, None, :, None].expand(2, rows, cache.shape[3], width, cache.shape[5])
+        bias, index = mask_bias(mask[..., :limit], x.dtype), slot_index(slots, cache)
         wanted: dict[int, Tensor] = {}
         for i, layer in enumerate(self.blocks):
             x = layer.window(x, turn, cache[i], index, bias, limit)

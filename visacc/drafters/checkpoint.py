@@ -15,8 +15,9 @@ from torch import Tensor
 
 from visacc.drafters.config import DrafterConfig
 from visacc.drafters.network import EagleNetwork
-from visacc.reading import naming, read_object
-from visacc.weights import blank, read_weights, tensors_in
+from visacc.reading import naming
+from visacc.speculate.checkpoints import read_files
+from visacc.weights import blank
 from visacc.writing import write_json, write_safetensors
 
 OURS = "visacc_image_drafter"
@@ -37,7 +38,7 @@ def load_drafter(source: str | Path, *, embedding: Tensor | None = None) -> Eagl
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"drafter folder {str(source)!r} does not exist")
-    raw, tensors = _read(folder)
+    raw, tensors = read_files(folder)
     with naming(folder):
         if OURS in raw:
             config = DrafterConfig.from_dict(raw[OURS])
@@ -52,17 +53,6 @@ def load_drafter(source: str | Path, *, embedding: Tensor | None = None) -> Eagl
     network = blank(folder, lambda: EagleNetwork(config), tensors, what)
     network.load_state_dict(tensors, strict=True, assign=True)
     return network.eval().requires_grad_(False)
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; copy the drafter's configuration beside its weights")
-    raw = read_object(path)
-    for name in ("pytorch_model.bin", "model.safetensors"):
-        if (folder / name).is_file():
-            return raw, tensors_in(folder / name, read_weights(folder / name)[0])
-    raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
 
 
 def released_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> DrafterConfig:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.drafters.config import DrafterConfig
+from visacc.speculate.blocks import MLP
 from visacc.speculate.kv import RowCache
 
 _TAIL = 20  # rows of the rotary table behind the grid, zero like those of the prompt
@@ -116,17 +117,6 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, c: DrafterConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """x + attention, x + MLP. The first block has no input norm, but for Chameleon's."""
 
@@ -137,7 +127,7 @@ class Block(nn.Module):
         self.normed = bool(index) or c.chameleon
         self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None, layer: int) -> Tensor:
         y = self.input_layernorm(x) if self.normed else x

@@ -148,11 +148,11 @@ class CrossAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, size: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
             self.input_layernorm = RMSNorm(c.hidden_size, c.eps)
         self.self_attn = SelfAttention(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
         self.input_norm = input_norm
 
     def forward(self, x: Tensor, how: Attend, layer: int) -> Tensor:
@@ -184,7 +184,7 @@ class CrossLayer(nn.Module):
         self.cross_attn = CrossAttention(c)
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, how: Attend) -> Tensor:
@@ -201,7 +201,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.eps)
         self.self_attn = SelfAttention(c, width=2 * c.hidden_size)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size)
         self.norm_before_residual = c.norm_before_residual
 
     def forward(self, x: Tensor, how: Attend, layer: int) -> Tensor:

@@ -89,12 +89,12 @@ def _matched(drafter: Drafter, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """``config.json`` and the tensors of ``model.safetensors`` or ``pytorch_model.bin``."""
-    config_file = folder / "config.json"
-    if not config_file.exists():
-        raise ValueError(f"{folder} has no config.json; expected a drafter folder")
-    config = read_object(config_file)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; copy the drafter's configuration beside its weights")
+    config = read_object(path)
     for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             return config, tensors_in(folder / name, read_weights(folder / name)[0])
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
