@@ -54,6 +54,33 @@ def scaled_rank(U, total):
 
 
 @triton.jit
+def row_total(row, V, BLOCK: tl.constexpr):
+    """Sum of the integer weights of a row, int64."""
+    total = tl.zeros((), dtype=tl.int64)
+    for start in range(0, V, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.sum(int_weight(tl.load(row + offs, mask=offs < V, other=0.0)), 0)
+    return total
+
+
+@triton.jit
+def row_draw(row, total, U, V, BLOCK: tl.constexpr):
+    """One id by integer inverse CDF from a row whose weights sum to `total`, int64."""
+    rank = scaled_rank(U, total)
+    token = tl.zeros((), dtype=tl.int64)
+    before = tl.zeros((), dtype=tl.int64)
+    for start in range(0, V, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = offs < V
+        w = int_weight(tl.load(row + offs, mask=mask, other=0.0))
+        prefix = before + tl.cumsum(w, 0)
+        # Prefix sums ascend, so the number of those not above the rank is the index of the first above it.
+        token += tl.sum((mask & (prefix <= rank)).to(tl.int64), 0)
+        before += tl.sum(w, 0)
+    return tl.minimum(token, V - 1)
+
+
+@triton.jit
 def residual_tile(p_row, q_row, offs, mask, dense, point, x, HAS_Q: tl.constexpr):
     """Weights of a redraw at ids `offs`: max(p - q, 0) if dense, p without x if point, else p."""
     w = tl.load(p_row + offs, mask=mask, other=0.0)
@@ -76,7 +103,7 @@ def residual_total(p_row, q_row, dense, point, x, V, HAS_Q: tl.constexpr, BLOCK:
 
 @triton.jit
 def residual_draw(p_row, q_row, dense, point, x, U, V, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
-    """One token by integer inverse CDF; from p where the residual is empty. int64."""
+    """As `row_draw`, from the residual; from p where that is empty."""
     total = residual_total(p_row, q_row, dense, point, x, V, HAS_Q, BLOCK)
     if total == 0:
         dense = dense & False

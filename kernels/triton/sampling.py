@@ -7,16 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from visacc.kernels.triton.common import NO_FUSION, int_weight, row_tile, rows_of, scaled_rank, warps
-
-
-@triton.jit
-def _row_total(row, V, BLOCK: tl.constexpr):
-    total = tl.zeros((), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        total += tl.sum(int_weight(tl.load(row + offs, mask=offs < V, other=0.0)), 0)
-    return total
+from visacc.kernels.triton.common import NO_FUSION, row_draw, row_tile, row_total, rows_of, warps
 
 
 @triton.jit
@@ -33,22 +24,12 @@ def draw_kernel(
 ):
     r = tl.program_id(0).to(tl.int64)
     row = w_ptr + r * w_stride
-    total = _row_total(row, V, BLOCK)
+    total = row_total(row, V, BLOCK)
     if HAS_FALLBACK:  # noqa: SIM102 - the outer branch is resolved at compile time
         if total == 0:
             row = fallback_ptr + r * fallback_stride
-            total = _row_total(row, V, BLOCK)
-    rank = scaled_rank(tl.load(U_ptr + r), total)
-    token = tl.zeros((), dtype=tl.int64)
-    before = tl.zeros((), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        mask = offs < V
-        w = int_weight(tl.load(row + offs, mask=mask, other=0.0))
-        prefix = before + tl.cumsum(w, 0)
-        token += tl.sum((mask & (prefix <= rank)).to(tl.int64), 0)
-        before += tl.sum(w, 0)
-    tl.store(out_ptr + r, tl.minimum(token, V - 1))
+            total = row_total(row, V, BLOCK)
+    tl.store(out_ptr + r, row_draw(row, total, tl.load(U_ptr + r), V, BLOCK))
 
 
 @triton.jit

@@ -13,32 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from visacc.kernels.triton.common import NO_FUSION, as_bytes, int_weight, row_tile, rows_of, scaled_rank
+from visacc.kernels.triton.common import (
+    NO_FUSION,
+    as_bytes,
+    int_weight,
+    row_draw,
+    row_tile,
+    row_total,
+    rows_of,
+)
 
 
 @triton.jit
 def _draw(row, fallback, U, V, BLOCK: tl.constexpr):
     """Integer inverse-CDF draw from a row, or from `fallback` if it is empty."""
-    total = tl.zeros((), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        total += tl.sum(int_weight(tl.load(row + offs, mask=offs < V, other=0.0)), 0)
+    total = row_total(row, V, BLOCK)
     if total == 0:
         row = fallback
-        for start in range(0, V, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            total += tl.sum(int_weight(tl.load(row + offs, mask=offs < V, other=0.0)), 0)
-    rank = scaled_rank(U, total)
-    token = tl.zeros((), dtype=tl.int64)
-    before = tl.zeros((), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        mask = offs < V
-        w = int_weight(tl.load(row + offs, mask=mask, other=0.0))
-        prefix = before + tl.cumsum(w, 0)
-        token += tl.sum((mask & (prefix <= rank)).to(tl.int64), 0)
-        before += tl.sum(w, 0)
-    return tl.minimum(token, V - 1)
+        total = row_total(row, V, BLOCK)
+    return row_draw(row, total, U, V, BLOCK)
 
 
 @triton.jit
