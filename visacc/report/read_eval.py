@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from visacc.reading import naming
+from visacc.report.columns import COMPRESSION, STEPS
 from visacc.report.model import (
     Column,
     Method,
@@ -27,8 +28,6 @@ from visacc.report.read import inside, read_json
 from visacc.traces import TRACED, decode_grid
 
 IMAGES = Column("images", "d")
-STEPS = Column("steps", ".1f", note="target forwards per image, mean with its 95 % interval")
-COMPRESSION = Column("tokens/step", ".2f", note="tokens of an image divided by its steps")
 SECONDS = Column("s/image", ".3g", note="generation alone")
 MOST_PLOTS = 6
 Group = dict[str, list[Mapping[str, Any]]]

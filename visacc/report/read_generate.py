@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visacc.report.columns import COMPRESSION, STEPS, TAU
 from visacc.report.model import (
     Column,
     Method,
@@ -23,9 +24,6 @@ from visacc.report.model import (
 from visacc.report.read import NamedError, inside
 from visacc.traces import decode_grid
 
-STEPS = Column("steps", ".1f", note="target forwards per image, mean with its 95 % interval")
-COMPRESSION = Column("tokens/step", ".2f", note="tokens of an image divided by its steps")
-TAU = Column("accepted length", ".2f", note="tokens a step commits, the prompt's step left out")
 FED = Column("fed/step", ".1f", note="tokens per row that a step runs through the model")
 SECONDS = Column("s/image", ".3g", note="decoding alone; runs of different moments, so compare with care")
 Run = tuple[Path, Mapping[str, Any]]
