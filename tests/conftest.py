@@ -42,3 +42,30 @@ def golden_root() -> Path:
     """Folder of the recorded outputs of the original programs (environment variable VISACC_GOLDEN)."""
     default = Path(__file__).resolve().parents[1].parent / "shared" / "golden"
     return Path(os.environ.get("VISACC_GOLDEN", default))
+
+
+# ---- runs of every kind, for tests of the report -----------------------------------------------------------
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from report_runs import bench_run
+
+    return bench_run(tmp_path_factory.mktemp("runs") / "bench")
+
+
+@pytest.fixture(scope="session")
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from report_runs import eval_run
+
+    return eval_run(tmp_path_factory.mktemp("runs") / "eval")
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    from report_runs import generate_run
+
+    base = tmp_path_factory.mktemp("runs")
+    options = ("-O", "coupling=gumbel-exact", "--window", "6")
+    return [
+        generate_run(base / "ar", base / "model", "ar"),
+        generate_run(base / "mc", base / "model", "mc-sjd", *options),
+    ]
