@@ -17,9 +17,10 @@ from visacc.speculate.block_tree import BlockTree
 from visacc.speculate.checkpoints import load_drafter
 from visacc.speculate.config import METHODS
 from visacc.speculate.drafter import Drafter
-from visacc.speculate.loop import Stop, TextResult, generate
+from visacc.speculate.loop import Stop, generate
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
+from visacc.speculate.stats import TextResult
 from visacc.speculate.trees import DynamicTree, TreePolicy, make_policy
 
 _INPUTS = (

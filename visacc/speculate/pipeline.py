@@ -17,9 +17,10 @@ from visacc.models.vlm.families import placeholder_ids
 from visacc.pictures import read_image, rgb
 from visacc.speculate.api import Speculator
 from visacc.speculate.drafter import Drafter
-from visacc.speculate.loop import Stop, TextStats
+from visacc.speculate.loop import Stop
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
+from visacc.speculate.stats import TextStats
 from visacc.speculate.trees import TreePolicy
 
 Picture = str | Path | Image.Image
