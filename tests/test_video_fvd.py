@@ -82,6 +82,8 @@ def test_two_folders(
         return torch.cat([network(preprocess(c, PROTOCOLS[protocol])) for c in clips])
 
     assert score["value"] == pytest.approx(frechet_from_features(rows(made), rows(real)), rel=1e-4)
+    build = pytest.importorskip("visacc.report.page").build
+    assert score["protocol"]["metric"] in build([out], tmp_path / "page.html").read_text()
 
 
 def test_bad_input(

@@ -16,7 +16,7 @@ NAMES = {
 }
 _EXPECTED = (
     "decoders.json (visacc bench decoders), summary.json (visacc eval run), stats.json (visacc generate), or the JSON"
-    " file of visacc bench vlm or visacc eval fid, kid, clip, geneval"
+    " file of visacc bench vlm or visacc eval fid, kid, clip, fvd, geneval"
 )
 Reader = Callable[[Any, Path], Report]
 
