@@ -141,7 +141,7 @@ def measure(
                 images=len(times) * batch,
                 steps=nfe,
                 step_compression=parts[0].tokens / nfe,
-                committed_per_step=statistics.mean(p.mean_accepted for p in parts),
+                committed_per_step=statistics.mean(p.tau for p in parts),
                 fed_per_step=fed,
                 seconds_per_image=statistics.median(times),
                 # ratios of neighbours in time, so that slow phases of the machine cancel

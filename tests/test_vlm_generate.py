@@ -129,7 +129,7 @@ def test_accepted_runs(slip: int, debug: str, monkeypatch: pytest.MonkeyPatch) -
     params = TextParams(max_new_tokens=20, eos=(2,))
     result = generate(VLMTarget(case.model), oracle, oracle, case.inputs, params, [0, 0])
     assert torch.equal(result.ids, answer[:, : result.ids.shape[1]])
-    tau = result.stats.tokens_per_step
+    tau = result.stats.tau
     assert tau == 1 if slip == 1 else tau > (4 if slip == 1000 else 2)
     assert int(result.stats.accepted.sum()) <= int(result.stats.tokens.sum())
 

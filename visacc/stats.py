@@ -119,7 +119,7 @@ class DecodeStats:
         return self.tokens / self.nfe
 
     @property
-    def mean_accepted(self) -> float:
+    def tau(self) -> float:
         """Committed tokens per step after the first, averaged over live samples (accepted length tau)."""
         later = self.committed[1:]
         live = later > 0
@@ -181,7 +181,7 @@ class DecodeStats:
             "steps": self.steps.tolist(),
             "mean_steps": self.nfe,
             "step_compression": self.step_compression,
-            "mean_committed_per_step": self.mean_accepted,
+            "mean_committed_per_step": self.tau,
             "target_forwards": self.forwards,
             "tokens_fed_per_step": self.fed / max(self.forwards - 1, 1),
             "seconds": self.seconds,

@@ -56,7 +56,7 @@ def _row(row: Row, plain: Row) -> dict[str, Any]:
         "lossless": row.lossless,
         "steps": row.stats.nfe,
         "step_compression": row.stats.step_compression,
-        "tau": row.stats.mean_accepted,
+        "tau": row.stats.tau,
         "seconds": row.seconds,
         "seconds_ratio": time_ratio(row),
         "seconds_ratio_range": [low, high],

@@ -292,7 +292,7 @@ def slow_because(row: Row, plain: Row) -> str:
     return (
         f"slower here: a step costs {ours / theirs:.1f} plain steps (target forward on {fed:.0f} tokens "
         f"{share['forward']:.0%}, drafting {share['propose']:.0%}, verifying {share['judge']:.0%}) and commits "
-        f"{row.stats.mean_accepted:.2f} tokens"
+        f"{row.stats.tau:.2f} tokens"
     )
 
 

@@ -30,7 +30,7 @@ class TextStats:
     committed: Tensor | None = None
 
     @property
-    def tokens_per_step(self) -> float:
+    def tau(self) -> float:
         """Committed tokens per target step, the bonus token included (tau); the prompt's token is not
         counted.
         """
@@ -46,7 +46,7 @@ class TextStats:
         return {
             "tokens": int(self.tokens.sum()),
             "steps": int(self.steps.sum()),
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.tau,
             "accepted_per_step": self.accepted_per_step,
             "seconds": self.seconds,
             "prefill_seconds": self.prefill_seconds,

@@ -164,7 +164,7 @@ def accepted_length(
     decoder = Eagle(network, tree)
     result = decode(model, decoder, model.encode(prompts), sampling, [seed + i for i in range(len(prompts))])
     network.train(was_training)
-    return {"tau": result.stats.mean_accepted, "steps_per_image": result.stats.nfe}
+    return {"tau": result.stats.tau, "steps_per_image": result.stats.nfe}
 
 
 class Log:
