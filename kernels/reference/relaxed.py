@@ -74,14 +74,14 @@ def group_sums(
     distance = (codes[safe] - codes[x][:, None]).square().sum(2)
     member = (ids >= 0) & ((p_y - p_x).abs() < prob_threshold) & (distance < distance_threshold)
 
-    def total(law: Tensor, own: Tensor, others: Tensor) -> Tensor:
+    def total(own: Tensor, others: Tensor) -> Tensor:
         extra = integer_weights(others.masked_fill(~member, 0.0)).sum(1)
         return own + as_mass(extra, own.dtype)
 
-    numerator = total(p, p_x.squeeze(1), p_y)
+    numerator = total(p_x.squeeze(1), p_y)
     if not official_edges:  # an impossible token stays impossible
         numerator = numerator.masked_fill(p_x.squeeze(1) <= 0, 0.0)
     if q is None:
         return numerator, torch.ones_like(numerator)
-    denominator = total(q, q.gather(1, x[:, None]).squeeze(1), q.gather(1, safe))
+    denominator = total(q.gather(1, x[:, None]).squeeze(1), q.gather(1, safe))
     return numerator, denominator if onehot is None else denominator.masked_fill(onehot, 1.0)

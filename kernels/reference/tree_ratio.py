@@ -205,7 +205,7 @@ def _reject(
     """
     at_x = x[..., None]
     if official is not None:
-        return _reject_official(residual, total, q, left, x, failed, point, *official)
+        return _reject_official(residual, total, q, left, x, failed, *official)
     if q is not None:
         dense = failed & ~point
         less = (residual / total.clamp(min=TINY)[..., None] - q / left[..., None]).clamp_(min=0)
@@ -228,7 +228,6 @@ def _reject_official(
     left: Tensor,
     x: Tensor,
     failed: Tensor,
-    point: Tensor,
     which: str,
     near: Tensor,
     used: Tensor,

@@ -120,7 +120,7 @@ def zipar_plan(
     lag = row_lag(rows, window, mode)
     last = rows.height - 1
     passes = [Pass() for _ in range(lag.start(last) + rows.width)]
-    _header(rows, lag, passes, one_by_one=mode == "lumina")
+    _header(rows, passes, one_by_one=mode == "lumina")
     for r, cells in enumerate(rows.cells):
         start = lag.start(r)
         if start > 0:
@@ -142,7 +142,7 @@ def zipar_plan(
     return pack(layout.total, passes, masks[unwritten])
 
 
-def _header(rows: Rows, lag: Lag, passes: list[Pass], *, one_by_one: bool) -> None:
+def _header(rows: Rows, passes: list[Pass], *, one_by_one: bool) -> None:
     """Forced slots before the first row. Their tokens are known, so one pass can feed them all."""
     header = rows.gaps[0]
     for slot in header:

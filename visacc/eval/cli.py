@@ -96,12 +96,12 @@ def _features(
     with _work(work, world) as folder:
         task = folder_task(gen, folder, quiet=quiet)
         if world.main:
-            _guard_set(folder, task.files, gen, spec)
+            _guard_set(folder, task.files, gen)
         world.barrier()
         _show(world, score(world, task, spec), out)
 
 
-def _guard_set(folder: Path, files: Any, gen: Path, spec: dict[str, Any]) -> None:
+def _guard_set(folder: Path, files: Any, gen: Path) -> None:
     """A work folder belongs to one image set."""
     from visacc.eval.files import read_json, write_json
     from visacc.metrics.protocol import digest
@@ -245,7 +245,7 @@ def clip(
     with _work(work, world) as folder:
         task = folder_task(gen, folder, texts=texts, quiet=quiet)
         if world.main:
-            _guard_set(folder, task.files, gen, spec)
+            _guard_set(folder, task.files, gen)
         world.barrier()
         _show(world, score(world, task, spec), out)
 
@@ -334,7 +334,7 @@ def geneval(
     with _work(work, world) as folder:
         files = [f for f, _ in found]
         if world.main:
-            _guard_set(folder, files, images, spec)
+            _guard_set(folder, files, images)
         world.barrier()
         task = Task(files, images, folder, wanted, metadata=[m for _, m in found], quiet=quiet)
         scores = score(world, task, spec)

@@ -168,7 +168,7 @@ class DraftLoss(nn.Module):
         for turn in range(1 + self.spec.again):
             rows, column, mask = self._rows(batch, feats)
             predict, mid = self.drafter.teach(rows)
-            terms = self._terms(batch, rows, column, mask, predict, mid)
+            terms = self._terms(batch, column, mask, predict, mid)
             for name, value in terms.items():
                 scale = 1.0 if name != "agreement" else float(turn == 0)
                 total[name] = total.get(name, value.new_zeros(())) + scale * value
@@ -215,7 +215,6 @@ class DraftLoss(nn.Module):
     def _terms(
         self,
         batch: DraftBatch,
-        rows: PrefillRows,
         column: Tensor,
         mask: Tensor,
         predict: Tensor,
