@@ -4,6 +4,7 @@ and file by file the small subset kept in ``tests/data/golden``."""
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ class GoldenDir:
 
 def golden_dir(name: str) -> GoldenDir:
     return GoldenDir(name)
+
+
+def as_released(folder: Path, weights: Path, config: Path) -> Path:
+    """Golden files under the names that released folders use."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(weights, folder / "model.safetensors")
+    shutil.copy(config, folder / "config.json")
+    return folder

@@ -168,41 +168,21 @@ def lpd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_of_lpd(
     lpd: Path, option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vq = f"vq={lpd / 'vq.safetensors'}"
-    line = [
-        "generate",
-        1,
-        "-m",
-        lpd / "lpd.safetensors",
-        "--model-option",
-        vq,
-        "-d",
-        "lpd",
-        "-q",
-        "-o",
-        tmp_path,
-    ]
+    line = drawn_by(lpd, tmp_path)
     steps = () if option.startswith("steps") else ("-O", "steps=4")
     refused(capsys, message, *line, *steps, "-O", option, "--device", "cpu")
 
 
+def drawn_by(lpd: Path, out: Path) -> list[object]:
+    vq = f"vq={lpd / 'vq.safetensors'}"
+    model = ["-m", lpd / "lpd.safetensors", "--model-option", vq, "-d", "lpd"]
+    return ["generate", 1, *model, "-q", "-o", out]
+
+
 def test_inpainting_on_the_command_line(lpd: Path, tmp_path: Path) -> None:
     """Codes to keep are an option like any other."""
-    vq = f"vq={lpd / 'vq.safetensors'}"
     known = [[3, 3, -1, -1]] * 4
-    line = [
-        "generate",
-        1,
-        "-m",
-        lpd / "lpd.safetensors",
-        "--model-option",
-        vq,
-        "-d",
-        "lpd",
-        "-q",
-        "-o",
-        tmp_path,
-    ]
+    line = drawn_by(lpd, tmp_path)
     assert call(*line, "-O", f"known={known}", "-O", "steps=2", "--device", "cpu") == 0
 
 

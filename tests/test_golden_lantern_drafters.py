@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from golden import golden_dir
+from golden import as_released, golden_dir
 from safetensors.torch import load_file
 
 from visacc.decoders.ar import AR
@@ -40,11 +39,7 @@ def _no_grad():
 
 
 def folder(tmp, weights, config):
-    """The golden files under the names that released folders use."""
-    tmp.mkdir(exist_ok=True)
-    shutil.copy(GOLDEN / weights, tmp / "model.safetensors")
-    shutil.copy(GOLDEN / config, tmp / "config.json")
-    return tmp
+    return as_released(tmp, GOLDEN / weights, GOLDEN / config)
 
 
 def causal(n, rows=1):

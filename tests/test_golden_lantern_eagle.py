@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
-from golden import golden_dir
+from golden import as_released, golden_dir
 from safetensors.torch import load_file
 
 from visacc.drafters.checkpoint import load_drafter
@@ -29,10 +28,7 @@ def _no_grad():
 
 
 def folder(tmp, weights, config):
-    tmp.mkdir(exist_ok=True)
-    shutil.copy(GOLDEN / weights, tmp / "model.safetensors")
-    shutil.copy(GOLDEN / config, tmp / "config.json")
-    return tmp
+    return as_released(tmp, GOLDEN / weights, GOLDEN / config)
 
 
 class Target:

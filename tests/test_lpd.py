@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toy import recorded
 from typer.testing import CliRunner
 
 from visacc.decoders.ar import AR
@@ -44,21 +45,6 @@ def run(
 ) -> DecodeResult:
     params = SamplingParams(guidance_scale=scale, temperature=1.0)
     return decode(model, decoder, model.encode(prompts), params, seeds)
-
-
-def recorded(model: LPDModel) -> list[Tensor]:
-    found: list[Tensor] = []
-    for name in ("open", "forward"):
-        call = getattr(model, name)
-
-        def wrapped(*args: Any, call: Any = call, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            output = result[1] if isinstance(result, tuple) else result
-            found.append(output.logits)
-            return result
-
-        setattr(model, name, wrapped)
-    return found
 
 
 @pytest.mark.parametrize("text_len", [0, 4])

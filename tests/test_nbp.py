@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toy import recorded
 from typer.testing import CliRunner
 
 from visacc.decoders.ar import AR
@@ -59,21 +60,6 @@ def condition(model: NBPModel, batch: int) -> Conditioning:
 def run(model: NBPModel, decoder: Any, batch: int = 3, **sampling: float) -> DecodeResult:
     params = SamplingParams(**{"temperature": 1.0, "top_p": 0.9, **sampling})  # type: ignore[arg-type]
     return decode(model, decoder, condition(model, batch), params, list(range(10, 10 + batch)))
-
-
-def recorded(model: NBPModel) -> list[Tensor]:
-    found: list[Tensor] = []
-    for name in ("prefill", "forward"):
-        call = getattr(model, name)
-
-        def wrapped(*args: Any, call: Any = call, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            output = result[1] if isinstance(result, tuple) else result
-            found.append(output.logits)
-            return result
-
-        setattr(model, name, wrapped)
-    return found
 
 
 @pytest.mark.parametrize(("text", "given"), [(True, 0), (True, 1), (True, 2), (False, 1), (False, 2)])

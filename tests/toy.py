@@ -142,3 +142,19 @@ class NeighbourModel(TableModel):
             seen = (cell >= 0) & (code < self.layout.vocab)
             total += effect[code.clamp(max=self.layout.vocab - 1)] * seen[..., None]
         return total
+
+
+def recorded(model: ImageModel) -> list[Tensor]:
+    """The logits of all forwards that the model runs from here on, the prompt's first."""
+    found: list[Tensor] = []
+    for name in ("prefill", "open", "forward"):
+        call = getattr(model, name)
+
+        def wrapped(*args: Any, call: Any = call, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            output = result[1] if isinstance(result, tuple) else result
+            found.append(output.logits)
+            return result
+
+        setattr(model, name, wrapped)
+    return found
