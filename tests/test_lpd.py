@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from toy import recorded
 from typer.testing import CliRunner
@@ -20,6 +23,7 @@ from visacc.models.fit import Fit
 from visacc.models.llamagen.vq import VQConfig, VQModel
 from visacc.models.lpd import LPDConfig, LPDModel, load_lpd, lpd_group_sizes, lpd_order, training_lists
 from visacc.models.lpd.model import LPD as Net
+from visacc.models.lpd.parts import attend, split_mask, training_mask
 from visacc.models.lpd.train import train_lpd
 from visacc.pipeline import TextToImagePipeline
 from visacc.sampling import SamplingParams
@@ -45,6 +49,19 @@ def run(
 ) -> DecodeResult:
     params = SamplingParams(guidance_scale=scale, temperature=1.0)
     return decode(model, decoder, model.encode(prompts), params, seeds)
+
+
+@given(st.lists(st.integers(1, 90), min_size=2, max_size=12), st.integers(1, 30))
+@settings(deadline=None, max_examples=40)
+def test_attention_by_parts_is_masked_attention(sizes: list[int], prefix: int) -> None:
+    mask = training_mask(sizes, prefix)
+    parts = split_mask(mask, len(mask) - sum(sizes), torch.device("cpu"))
+    assert [i for part in parts for i in range(part.rows.start, part.rows.stop)] == list(range(len(mask)))
+    torch.manual_seed(len(sizes))
+    q, k, v = torch.randn(3, 1, 2, len(mask), 4, dtype=torch.float64).unbind()
+    found = [attend(q[:, :, part.rows], part.columns_of(k), part.columns_of(v), part.mask) for part in parts]
+    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.allclose(torch.cat(found, dim=2), whole, atol=1e-12)
 
 
 @pytest.mark.parametrize("text_len", [0, 4])

@@ -2,8 +2,9 @@
 
 from visacc.models.lpd.adapter import LPDModel
 from visacc.models.lpd.groups import lpd_group_sizes, training_lists
-from visacc.models.lpd.model import LPD, LPDConfig, training_mask
+from visacc.models.lpd.model import LPD, LPDConfig
 from visacc.models.lpd.order import lpd_order
+from visacc.models.lpd.parts import training_mask
 from visacc.models.lpd.released import PRESETS, load_lpd, load_vq, resize_positions, upscale
 
 __all__ = [

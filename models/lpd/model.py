@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visacc.models.attention import cached_attention, mask_bias, slot_index
+from visacc.models.lpd.parts import Part, attend, split_mask, training_mask
 
 
 @dataclass
@@ -67,10 +68,12 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, parts: Sequence[Part]) -> Tensor:
         q, k, v = self.project(x)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+        mixed = [
+            attend(q[:, :, part.rows], part.columns_of(k), part.columns_of(v), part.mask) for part in parts
+        ]
+        return self.proj_drop(self.proj(torch.cat(mixed, dim=2).transpose(1, 2).flatten(2)))
 
     def window(self, x: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int) -> Tensor:
         q, k, v = self.project(x)
@@ -96,29 +99,13 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.dim, eps=1e-6)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), mask)
+    def forward(self, x: Tensor, parts: Sequence[Part]) -> Tensor:
+        x = x + self.attn(self.norm1(x), parts)
         return x + self.mlp(self.norm2(x))
 
     def window(self, x: Tensor, layer_kv: Tensor, index: Tensor, bias: Tensor, limit: int) -> Tensor:
         x = x + self.attn.window(self.norm1(x), layer_kv, index, bias, limit)
         return x + self.mlp(self.norm2(x))
-
-
-def training_mask(group_sizes: Sequence[int], prefix: int = 1) -> Tensor:
-    """bool [L, L], True = row may attend to column; L = prefix + (N - g_K) context rows + N query rows.
-
-    Context group a sees context groups b <= a; the queries of group i see the context groups before i and each other.
-    Nothing else sees a query.
-    """
-    sizes = torch.tensor(group_sizes)
-    numbers = torch.arange(1, len(sizes) + 1)
-    context = torch.cat([torch.zeros(prefix, dtype=torch.long), numbers[:-1].repeat_interleave(sizes[:-1])])
-    query = numbers.repeat_interleave(sizes)
-    group = torch.cat([2 * context, 2 * query - 1])
-    is_context = torch.arange(len(group)) < len(context)
-    row, column = group[:, None], group[None, :]
-    return (row == column) | ((column < row) & is_context[None, :])
 
 
 class LPD(nn.Module):
@@ -179,7 +166,7 @@ class LPD(nn.Module):
     def training_rows(
         self, tokens: Tensor, labels: Tensor, orders: Tensor, last: int, words: Tensor | None
     ) -> Tensor:
-        """Input of block 0, [B, L, D]; see :func:`training_mask` for the layout."""
+        """Input of block 0, [B, L, D]; see :func:`~visacc.models.lpd.parts.training_mask` for the layout."""
         known = orders[:, : orders.shape[1] - last]
         prefix = self.prefix_rows(labels, words)
         return torch.cat(
@@ -216,9 +203,10 @@ class LPD(nn.Module):
             labels = torch.where(drop, -1, labels)
             words = None if words is None else words.masked_fill(drop[:, None], 0)
         x = self.training_rows(tokens, labels, orders, group_sizes[-1], words)
-        mask = training_mask(group_sizes, self.config.prefix).to(x.device)
+        mask = training_mask(group_sizes, self.config.prefix)
+        parts = split_mask(mask, len(mask) - n, x.device)
         for block in self.layers:
-            x = block(x, mask)
+            x = block(x, parts)
         return self.head(self.norm(x[:, -n:])).float()
 
     # ---- inference ----------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def crop_adm(pixels: np.ndarray, size: int) -> np.ndarray:
 SHAPES_MODEL = LPDConfig(
     dim=192,
     depth=6,
-    heads=6,
+    heads=3,
     vocab=512,
     classes=len(COLOURS) * len(SHAPES),
     grid=16,
