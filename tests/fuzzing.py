@@ -14,6 +14,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 PATIENCE = 60
@@ -40,6 +41,10 @@ EXTREMES = (
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------
+def noise(side: int = 12, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (side, side, channels), np.uint8)
+
+
 def damaged(data: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
     """``count`` copies of ``data``, each with some damage: cut, flipped, overwritten, doubled, interleaved."""
     rng = random.Random(seed)
