@@ -59,6 +59,8 @@ def run(model: CosmosModel, decoder: object, batch: int = 3, **sampling: float) 
 @pytest.mark.parametrize("context_dim", [0, 20])
 def test_gumbel_exact_equals_plain_decoding(context_dim: int) -> None:
     model = build(context_dim)
+    with torch.no_grad():
+        model.net.output.weight.mul_(0.5)  # laws that depend less on the drafts: many stand, on any machine
     plain = run(model, AR())
     for window in (4, 64):
         fast = run(model, MCSJD(window=window, coupling="gumbel-exact"))
