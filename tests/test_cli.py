@@ -158,3 +158,21 @@ def test_module_entry_point_and_quick_import():
     assert done.stdout.startswith("visacc ")
     light = "import sys, visacc; assert 'torch' not in sys.modules, 'import visacc alone must not load torch'"
     subprocess.run([sys.executable, "-c", light], check=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["-O", "device=cpu"], "device: no option of a decoder"),
+        (["-O", "compile=1", "-O", "decoder=ar"], "compile, decoder: no option of a decoder"),
+        (["--model-option", "dtype=float16"], "dtype: no option of a model's loader"),
+        (["--batch-size", "0"], "batch_size must be a positive integer, got 0"),
+        (["--guidance-scale", "1e300"], "guidance_scale must be at most 1e+06"),
+        (["--temperature", "1e-45"], "temperature must be 0 (greedy) or lie between"),
+    ],
+)
+def test_options_that_would_be_lost_or_break(capsys, tmp_path, model, wrong, said):
+    code, _, err = visacc(capsys, "generate", "3", "-m", model, "-o", str(tmp_path / "out"), "-q", *wrong)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in err

@@ -145,7 +145,7 @@ def test_evaluation_ended_by_a_signal(tmp_path: Path, number: signal.Signals) ->
 
 def test_captions_after_a_torn_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A kill in the middle of a line: the line is cut off and answered again; files of others are left alone."""
-    from visacc.speculate.cli import _done
+    from visacc.speculate.answers import answered
 
     rows = [{"image": f"{i}.png", "prompt": "what?", "text": "noise"} for i in range(3)]
     lines = [json.dumps(row) + "\n" for row in rows]
@@ -153,12 +153,12 @@ def test_captions_after_a_torn_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = "".join(lines)
     for cut in range(len(text) + 1):
         out.write_text(text[:cut])
-        known = _done(out)
+        known = answered(out)
         whole = sum(len("".join(lines[: i + 1])) <= cut + 1 for i in range(3))
         assert len(known) == whole
         assert out.read_text() == "".join(lines[:whole])
     for foreign in ("a text\nwithout an end", lines[0] + "no JSON\n" + lines[1][:-5], "x"):
         out.write_text(foreign)
         with pytest.raises(ValueError, match="write to another file"):
-            _done(out)
+            answered(out)
         assert out.read_text() == foreign

@@ -27,7 +27,7 @@ from visacc.metrics.dpg import read_questions
 from visacc.metrics.geneval import read_prompts, read_results, scan, summarise
 from visacc.report import build
 from visacc.report.read import load as load_report
-from visacc.speculate.cli import _done
+from visacc.speculate.answers import answered
 from visacc.speculate.train_run import read_rows
 
 CASES = 120
@@ -222,7 +222,7 @@ def line_files(folder: Path) -> dict[str, tuple[Path, list[Any] | None, Callable
         "official prompts": (folder / "official.jsonl", judged, read_prompts),
         "results": (folder / "results.jsonl", [RESULT, {**RESULT, "correct": False}], lambda p: summarise(read_results(p))),
         "rows to train on": (folder / "rows.jsonl", pairs, read_rows),
-        "captions": (folder / "captions.jsonl", done, _done),
+        "captions": (folder / "captions.jsonl", done, answered),
         "plain prompts": (folder / "p.txt", None, lambda p: load_prompts(str(p))),
         "questions": (folder / "questions.csv", None, read_questions),
         "metadata": (folder / "0" / "metadata.jsonl", [judged[0]], lambda p: scan(folder)),

@@ -96,6 +96,36 @@ def test_command_line(folder: Path, pictures: list[Path], tmp_path: Path) -> Non
     assert all(r["tokens"] == 6 for r in rows[:-1])
 
 
+def test_a_resumed_file_is_the_uninterrupted_one(folder: Path, pictures: list[Path], tmp_path: Path) -> None:
+    """Sampled answers belong to a picture's place in the list, not to what was left; other settings are refused."""
+    files = [str(p) for p in pictures[:2]]
+    options = [
+        "-m",
+        str(folder),
+        "--max-new-tokens",
+        "6",
+        "-q",
+        "--device",
+        "cpu",
+        "--temperature",
+        "1",
+        "--stop",
+        "@@",
+    ]
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert CliRunner().invoke(app, ["caption", *files, *options, "-o", str(whole)]).exit_code == 0
+    lines = whole.read_text().splitlines(keepends=True)
+    assert len(lines) == 2
+    parts.write_text(lines[0])
+    whole.with_name("whole.jsonl.settings.json").rename(tmp_path / "parts.jsonl.settings.json")
+    assert CliRunner().invoke(app, ["caption", *files, *options, "-o", str(parts)]).exit_code == 0
+    assert parts.read_text() == "".join(lines)
+    for other in (["--temperature", "0.5"], ["--seed", "3"], ["-s", "none"]):
+        refused = CliRunner().invoke(app, ["caption", *files, *options, "-o", str(parts), *other])
+        assert "made with other settings" in str(refused.exception)
+        assert parts.read_text() == "".join(lines)
+
+
 def test_scenes_and_captions() -> None:
     """Captions are functions of the scene, test scenes hold unseen combinations, mirroring mirrors."""
     train = {frozenset((o.shape, o.colour) for o in draw_scene(i).objects) for i in range(60)}

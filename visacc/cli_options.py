@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +66,19 @@ def named_values(pairs: list[str] | None, what: str = "decoder options") -> dict
             value = text
         found[name.strip().replace("-", "_")] = value
     return found
+
+
+def decoder_arguments(pairs: list[str] | None, call: Callable[..., Any]) -> dict[str, Any]:
+    """:func:`named_values` for ``call(..., **decoder_options)``, without names that mean something else there."""
+    options = named_values(pairs)
+    parameters = inspect.signature(call).parameters.values()
+    own = sorted(options.keys() & {p.name for p in parameters if p.kind is not p.VAR_KEYWORD})
+    if own:
+        raise ValueError(
+            f"{', '.join(own)}: no option of a decoder; --option takes what `visacc list decoders` names, everything else"
+            " has an option of its own (--help)"
+        )
+    return options
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str | int]:

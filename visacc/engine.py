@@ -18,7 +18,7 @@ from visacc.decoders.base import Decoder, Verdict
 from visacc.models.base import Conditioning, DecodeState, ImageModel, Layout, ModelOutput, Proposal
 from visacc.noise import Noise, sample_seed
 from visacc.sampling import SamplingParams, probs
-from visacc.stats import Clock, DecodeStats
+from visacc.stats import Clock, DecodeStats, check_interval
 
 
 @dataclass
@@ -127,7 +127,7 @@ def decode(
     batch, total, device = cond.batch, layout.total, model.device
     if len(seeds) != batch:
         raise ValueError(f"{batch} samples need {batch} seeds, got {len(seeds)}")
-    check = check_every or (1 if device.type == "cpu" else 8)
+    check = check_interval(check_every, device, 8)
 
     keys = torch.tensor([sample_seed(s) for s in seeds], dtype=torch.int64, device=device)
     run = Run(

@@ -26,6 +26,7 @@ from visacc.cli_options import (
     TopP,
     batch_option,
     check_writable,
+    decoder_arguments,
     named_values,
     progress_bar,
     read_prompts,
@@ -84,13 +85,15 @@ def generate(
     if quiet:
         _silence()
     texts = read_prompts(prompts, prompts_file)
-    options = named_values([*(option or []), *([f"window={window}"] if window is not None else [])])
     check_writable(out)
-    world = _world(device, options)
 
     from visacc.generate_files import Job, run_share
     from visacc.loading import load
     from visacc.pipeline import positive
+
+    pairs = [*(option or []), *([f"window={window}"] if window is not None else [])]
+    options = decoder_arguments(pairs, load)
+    world = _world(device, options)
 
     repeat = positive("num_images_per_prompt", count)
     where = world.device if world.size > 1 else device

@@ -59,7 +59,7 @@ def run_share(
     Raises:
         ValueError: a decoder whose images depend on what its process decoded before, with several processes.
     """
-    batch = positive("batch_size", job.batch_size or BATCH)
+    batch = positive("batch_size", BATCH if job.batch_size is None else job.batch_size)
     if world.size > 1:
         refuse_memory(pipe.current_decoder())
     count = len(job.prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,9 @@ def load(
         RuntimeError: ``shard`` in a process that is alone.
     """
     options = dict(model_options or {})
+    own = sorted(options.keys() & inspect.signature(load).parameters.keys())
+    if own:
+        raise ValueError(f"{', '.join(own)}: no option of a model's loader but an argument of its own")
     if device_map is not None:
         options["device_map"] = device_map
     if shard and compile:

@@ -170,7 +170,7 @@ class TextToImagePipeline:
         if output_type != "codes":
             self.model.check_pixels()
         seeds = image_seeds(seed, generator, len(prompts))
-        batch = positive("batch_size", batch_size or BATCH)
+        batch = positive("batch_size", BATCH if batch_size is None else batch_size)
         engine = self._make_decoder(decoder, decoder_options, sampling, min(batch, len(prompts)))
         self.interrupt = False
 

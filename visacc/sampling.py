@@ -12,6 +12,18 @@ from torch import Tensor
 from visacc.kernels import process_logits
 from visacc.models.base import Layout, ModelOutput
 
+LARGEST_SCALE = 1e6
+"""Larger scales push float32 logits out of range."""
+_COLDEST, _HOTTEST = 1e-6, 1e6
+
+
+def check_temperature(value: float) -> None:
+    """``ValueError`` unless a temperature is 0 (greedy) or one that float32 logits can be divided by."""
+    if not (value == 0 or _COLDEST <= value <= _HOTTEST):
+        raise ValueError(
+            f"temperature must be 0 (greedy) or lie between {_COLDEST:g} and {_HOTTEST:g}, got {value}"
+        )
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -45,8 +57,11 @@ class SamplingParams:
                 f"guidance_scale must be 1 (off) or larger, got {self.guidance_scale}: scales below 1 are not defined"
                 " for these models (the original programs ignore them silently)"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.guidance_scale > LARGEST_SCALE:
+            raise ValueError(
+                f"guidance_scale must be at most {LARGEST_SCALE:g}, got {self.guidance_scale}: float32 logits overflow"
+            )
+        check_temperature(self.temperature)
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:

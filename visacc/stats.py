@@ -189,3 +189,12 @@ class DecodeStats:
             "committed_histogram": self.histogram(),
             "unfinished": self.unfinished,
         }
+
+
+def check_interval(given: int | None, device: torch.device, elsewhere: int) -> int:
+    """Steps between two looks of the host at the device: ``given``, or 1 on a CPU and ``elsewhere`` on other devices."""
+    if given is None:
+        return 1 if device.type == "cpu" else elsewhere
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"check_every must be a positive integer, got {given!r}")
+    return given

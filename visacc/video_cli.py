@@ -21,7 +21,7 @@ from visacc.cli_options import (
     TopP,
     batch_option,
     check_writable,
-    named_values,
+    decoder_arguments,
     progress_bar,
     sampling_of,
 )
@@ -75,7 +75,7 @@ def generate(
             model, decoder, device, dtype, 0, file=file, tokenizer=tokenizer, text_tokenizer=text_tokenizer
         ),
         fps=fps,
-        **named_values(option),
+        **decoder_arguments(option, TextToVideoPipeline),
     )
     sampling = sampling_of(guidance_scale, temperature, top_k, top_p)
     with progress_bar("video", hidden=quiet) as report:
@@ -138,7 +138,7 @@ def continue_(
             text_encoder=text_encoder,
         ),
         fps=fps,
-        **named_values(option),
+        **decoder_arguments(option, VideoContinuationPipeline),
     )
     frames, need = read_clip(clip), pipe.frames_needed
     if len(frames) < need:

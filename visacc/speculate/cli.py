@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from visacc.cli_options import Device, Dtype, RunSeed, Shard, batch_option
-from visacc.reading import as_object
+from visacc.speculate.answers import answered, opened, same_settings
 from visacc.writing import write_json
 
 app = typer.Typer(help="Vision-language models.", no_args_is_help=True, add_completion=False)
@@ -24,61 +24,6 @@ def _dtype(name: str | None) -> Any:
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
     return getattr(torch, name)
-
-
-def _done(out: Path) -> set[tuple[str, str]]:
-    """(image, prompt) pairs that a JSONL file already answers.
-
-    A last line that a kill or a full disk left unfinished is cut off, once all lines before it have turned out to be ours.
-    """
-    if not out.exists():
-        return set()
-    try:
-        data = out.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {out}: {error.strerror or error}") from error
-    known: set[tuple[str, str]] = set()
-    *whole, last = data.split(b"\n")
-    for number, line in enumerate(whole, 1):
-        if line.strip():
-            _note(known, line, f"{out}, line {number}")
-    if last:
-        begin = b'{"image":'
-        if not (last.startswith(begin) or begin.startswith(last)):
-            _note(known, last, f"{out}, line {len(whole) + 1}")
-        try:
-            _note(known, last, "")
-            end = b"\n"
-        except ValueError:
-            end = b""
-        with out.open("r+b") as file:
-            file.seek(len(data) if end else len(data) - len(last))
-            file.write(end)
-            file.truncate()
-    return known
-
-
-def _note(known: set[tuple[str, str]], line: bytes, where: str) -> None:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is no text in UTF-8; remove it or write to another file") from error
-    try:
-        row = as_object(text, where)
-    except ValueError as error:
-        raise ValueError(f"{error}; remove it or write to another file") from error
-    if not (isinstance(row.get("image"), str) and isinstance(row.get("prompt"), str)):
-        raise ValueError(f"{where} names no image and prompt; write to another file")
-    if "text" in row:
-        known.add((row["image"], row["prompt"]))
-
-
-def _opened(out: Path) -> IO[str]:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return out.open("a", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write to {out}: {error.strerror or error}") from error
 
 
 @app.command("caption")
@@ -129,8 +74,19 @@ def caption(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if not prompt:
         prompt = "describe the image ." if model == EMBEDDED else "Describe the image."
-    known = _done(out) if out is not None else set()
-    left = [str(image) for image in images if (str(image), prompt) not in known]
+    known = answered(out) if out is not None else set()
+    if out is not None:
+        settings = {
+            "model": model,
+            "speculator": speculator,
+            "method": method,
+            "seed": seed,
+            "dtype": dtype,
+            **options,
+            "stop_strings": list(options["stop_strings"]),
+        }
+        same_settings(out, settings, resumes=bool(known))
+    left = [(str(image), seed + i) for i, image in enumerate(images) if (str(image), prompt) not in known]
     console = Console(stderr=True)
     if known:
         console.print(f"{len(images) - len(left)} of {len(images)} pictures are answered in {out} already")
@@ -142,11 +98,12 @@ def caption(
         dtype=_dtype(dtype),
     )
     failed = tokens = steps = 0
-    sink = _opened(out) if out is not None else None
+    sink = opened(out) if out is not None else None
     try:
         with Progress(console=console, disable=quiet) as bar:
             task = bar.add_task("captions", total=len(left))
-            for row in pipeline.iterate(left, prompt, batch_size=batch_size, seed=seed, **options):
+            files, seeds = [name for name, _ in left], [number for _, number in left]
+            for row in pipeline.iterate(files, prompt, batch_size=batch_size, seed=seeds, **options):
                 line = json.dumps(row.to_dict(), ensure_ascii=False)
                 if sink is not None:
                     sink.write(line + "\n")

@@ -22,6 +22,7 @@ from visacc.speculate.sampler import DraftSampler
 from visacc.speculate.stats import TextResult, TextStats
 from visacc.speculate.trees import Grown, TreePolicy
 from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
+from visacc.stats import check_interval
 from visacc.verify import EXACT, GREEDY, GUMBEL_EXACT, DraftTree, verify
 
 
@@ -133,7 +134,7 @@ def generate(
     device = target.device
     ends = torch.tensor(params.eos, dtype=torch.int64, device=device)
     run = _Run(target, drafter, policy, params, stop, on_tokens, sampled_drafts, ends)
-    check = 1 if stop is not None else check_every or (1 if device.type == "cpu" else 4)
+    check = 1 if stop is not None else check_interval(check_every, device, 4)
     levels = 0 if policy is None else policy.levels
     scratch = 0 if policy is None else max(policy.slots, policy.scratch)
     room = params.max_new_tokens + 1 + scratch + (levels + 1) * (check + 1)

@@ -97,7 +97,7 @@ class CaptionPipeline:
         prompts: str | Sequence[str] = "Describe the image.",
         *,
         batch_size: int = 8,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         on_caption: Callable[[Caption], object] | None = None,
         **options: Any,
     ) -> list[Caption]:
@@ -106,7 +106,7 @@ class CaptionPipeline:
         Args:
             images: per row a file, a picture, several of them, or ``None`` for a text-only row.
             prompts: one for all rows, or one per row.
-            seed: row i samples with ``seed + i``, whatever the batch size.
+            seed: row i samples with ``seed + i``, whatever the batch size; or one seed per row.
             on_caption: called with every finished row.
             options: fields of :class:`TextParams` (max_new_tokens, temperature, top_k, top_p, ...).
 
@@ -124,7 +124,7 @@ class CaptionPipeline:
         prompts: str | Sequence[str] = "Describe the image.",
         *,
         batch_size: int = 8,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         on_caption: Callable[[Caption], object] | None = None,
         **options: Any,
     ) -> Iterator[Caption]:
@@ -138,9 +138,13 @@ class CaptionPipeline:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         params = from_generation_config(self.model.generation_config, 0, **{"max_new_tokens": 128, **options})
 
+        seeds = [seed + i for i in range(len(rows))] if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(rows):
+            raise ValueError(f"{len(rows)} rows but {len(seeds)} seeds; give one seed or one per row")
+
         def answered(first: int, stop: int) -> list[_Job]:
             jobs = [_read(images[i], rows[i], i) for i in range(first, stop)]
-            self._answer(jobs, params, seed + first)
+            self._answer(jobs, params, seeds[first:stop])
             return jobs
 
         for _, _, jobs in in_batches(len(rows), batch_size, answered, what="pictures"):
@@ -149,7 +153,7 @@ class CaptionPipeline:
                     on_caption(job.caption)
                 yield job.caption
 
-    def _answer(self, jobs: list[_Job], params: TextParams, seed: int) -> None:
+    def _answer(self, jobs: list[_Job], params: TextParams, seeds: Sequence[int]) -> None:
         """Fill in the captions of a batch; rows of different kinds (with and without pictures) share it."""
         ready = [(i, job) for i, job in enumerate(jobs) if job.caption.error is None]
         if not ready:
@@ -157,14 +161,14 @@ class CaptionPipeline:
         try:
             inputs = self.inputs([j.caption.prompt for _, j in ready], [j.pictures for _, j in ready])
             stop = self._stop(params)
-            result = self.speculator.run(inputs, params, [seed + i for i, _ in ready], stop=stop)
+            result = self.speculator.run(inputs, params, [seeds[i] for i, _ in ready], stop=stop)
         except ValueError as error:
             if len(ready) == 1:
                 ready[0][1].caption.error = str(error)
                 return
             # find the row that does not fit: every row on its own
             for i, job in ready:
-                self._answer([job], params, seed + i)
+                self._answer([job], params, [seeds[i]])
             return
         self.stats = result.stats
         for row, (_, job) in enumerate(ready):
