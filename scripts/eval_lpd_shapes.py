@@ -24,12 +24,12 @@ from torch import Tensor
 from visacc.loading import load
 from visacc.metrics.extractors import create
 from visacc.metrics.frechet import expected_bias, frechet
+from visacc.metrics.intervals import wilson
 from visacc.metrics.scores import bootstrap_frechet
 from visacc.metrics.stats import FeatureStats, Gaussian
 from visacc.models.lpd.loading import load_shapes
 from visacc.models.lpd.train import CLASS_NAMES
 from visacc.models.shapes.captions import Metadata, all_prompts, compose, heldout_prompts, scene_for
-from visacc.models.shapes.evaluate import wilson
 from visacc.models.shapes.judge import score
 from visacc.models.shapes.world import render
 from visacc.pipeline import TextToImagePipeline
@@ -52,7 +52,7 @@ def _pipes(folder: Path, weights: Path | None, steps: list[int], plain: bool) ->
 
 
 def _share(right: list[bool]) -> tuple[float, list[float]]:
-    return float(np.mean(right)), [abs(round(bound, 4)) for bound in wilson(sum(right), len(right))]
+    return float(np.mean(right)), [round(bound, 4) for bound in wilson(sum(right), len(right))]
 
 
 def _tasks(prompts: list[Metadata], right: list[bool]) -> dict[str, Any]:

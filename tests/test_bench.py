@@ -16,10 +16,10 @@ from visacc.bench.quality import (
     distance_test,
     fixed_features,
     frechet_distance,
-    wilson,
 )
 from visacc.bench.report import to_markdown, write
 from visacc.bench.run import Entry, bench_decoders, default_entries, parse_entry
+from visacc.metrics.intervals import wilson
 from visacc.sampling import SamplingParams
 
 SAMPLING = SamplingParams(guidance_scale=2.0, top_k=16)
@@ -140,11 +140,18 @@ def test_scores():
     assert mean == pytest.approx(-0.2)
     assert below < -0.2 < above
     assert plain.difference(plain)[0] == 0
-    assert wilson(10, 10)[1] == 1
-    assert wilson(0, 10)[0] == 0
-    assert wilson(5, 10)[0] == pytest.approx(0.2366, abs=1e-3)
     with pytest.raises(ValueError, match="same prompts"):
         plain.difference(Scores(tags[:5], plain.right[:5]))
+
+
+def test_interval_of_a_proportion():
+    assert wilson(10, 10)[1] == 1
+    assert wilson(0, 10)[0] == 0
+    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert wilson(0, 0) == (0, 1)
+    with pytest.raises(ValueError, match="between 0 and n=3"):
+        wilson(4, 3)
 
 
 def test_pictures_of_the_shapes_world_are_judged():

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from visacc.metrics.intervals import wilson
 from visacc.models.llamagen.gpt import GPT
 from visacc.models.llamagen.vq import VQModel, to_uint8
 from visacc.models.shapes.captions import TASKS, Metadata
@@ -82,15 +83,6 @@ def to_pictures(vq: VQModel, codes: Tensor) -> NDArray[np.uint8]:
     """Codes [B, 256] -> bytes [B, H, W, 3]."""
     side = math.isqrt(codes.shape[1])
     return to_uint8(vq.decode_codes(codes, (side, side))).numpy()
-
-
-def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % Wilson interval of a proportion."""
-    if n == 0:
-        return 0.0, 1.0
-    p = right / n
-    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
 
 
 @dataclass

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from visacc.metrics.intervals import wilson
 from visacc.models.llamagen.checkpoint import save_model
 from visacc.models.llamagen.vq import VQModel
-from visacc.models.shapes.evaluate import Settings, wilson
+from visacc.models.shapes.evaluate import Settings
 from visacc.models.shapes.text import build_tokenizer
 from visacc.models.shapes.train_gpt import PHASES, TextToImage
 

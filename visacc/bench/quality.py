@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visacc.metrics.intervals import wilson
+
 Judge = Callable[[Mapping[str, Any], Any], bool]
 FEATURES = 64
 
@@ -31,13 +33,6 @@ def fixed_features(pixels: Tensor) -> Tensor:
         width = out
     whole, quarters = x[:, :32].mean((2, 3)), F.adaptive_avg_pool2d(x[:, 32:], 2).flatten(1)
     return torch.cat([whole, quarters], dim=1).double().cpu()
-
-
-def wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson)."""
-    p, zz = right / n, z * z / n
-    centre, half = p + zz / 2, z * math.sqrt(p * (1 - p) / n + zz / (4 * n))
-    return max(0.0, (centre - half) / (1 + zz)), min(1.0, (centre + half) / (1 + zz))
 
 
 @dataclass(frozen=True)
