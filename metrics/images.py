@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from visacc.pictures import read_image
+from visacc.reading import read_object
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 
@@ -23,17 +24,37 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def list_images(folder: str | Path, recursive: bool = False) -> list[Path]:
-    """Image files of a folder in natural order of their relative path; an empty folder is refused."""
+    """Image files of a folder in natural order of their relative path; an empty folder is refused.
+
+    Of a folder that ``visacc generate`` finished, its images: no contact sheet, no traces, nothing of an earlier run.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder of images")
-    files = root.rglob("*") if recursive else root.iterdir()
+    files = _generated(root) or (root.rglob("*") if recursive else root.iterdir())
     found = [
         f for f in files if f.suffix.lower() in EXTENSIONS and f.is_file() and not f.name.startswith(".")
     ]
     if not found:
         raise ValueError(f"no images in {root} (looked for {', '.join(EXTENSIONS)})")
     return sorted(found, key=lambda f: natural_key(f.relative_to(root).as_posix()))
+
+
+def _generated(root: Path) -> list[Path]:
+    """The images that the ``stats.json`` of a generation run names; empty where there is no such run."""
+    stats = root / "stats.json"
+    if not stats.is_file():
+        return []
+    try:
+        record = read_object(stats)
+    except ValueError:
+        return []
+    rows = record.get("images")
+    if "decoder" not in record or not isinstance(rows, list):
+        return []
+    names = [row.get("file") if isinstance(row, dict) else None for row in rows]
+    files = [root / name for name in names if isinstance(name, str) and Path(name).name == name]
+    return files if len(files) == len(rows) and all(f.is_file() for f in files) else []
 
 
 def load_image(path: str | Path, *, exif: bool = False) -> Image.Image:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from visacc.models.shapes.train_util import load_checkpoint, save_atomic
 from visacc.pictures import save_image, save_json
 from visacc.speculate import checkpoints as speculators
 from visacc.video_io import write_clip
-from visacc.writing import write_atomic, write_safetensors, write_text
+from visacc.writing import sweep, write_atomic, write_safetensors, write_text
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +191,11 @@ def test_statistics_of_an_earlier_run_go_before_new_pictures_come(
     out = tmp_path / "out"
     assert visacc(capsys, *generate(model, out))[0] == 0
     assert "stats.json" in names(out)
-    (out / ".000.99.part.png").write_bytes(b"half")  # of a process that was killed
+    (out / ".000.99999999.part.png").write_bytes(b"half")  # of a process that was killed
     Full(monkeypatch, 1)
     assert visacc(capsys, *generate(model, out, "--guidance-scale", "3"))[0] == 2
     assert "stats.json" not in names(out)
-    assert ".000.99.part.png" not in names(out)
+    assert ".000.99999999.part.png" not in names(out)
 
 
 def test_evaluation_on_a_disk_that_fills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +266,29 @@ def test_an_error_of_the_writer_itself_leaves_nothing(tmp_path: Path) -> None:
         write_atomic(tmp_path / "a.txt", fail)
     assert names(tmp_path) == {"a.txt"}
     assert (tmp_path / "a.txt").read_text() == "whole"
+
+
+def test_sweeping_takes_leftovers_of_dead_writers_only(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    kept = [".notes.partners.txt", ".a.part", f".001.{other.pid}.part.png", "a.1.part.png"]
+    dead = [".000.99999999.part.png", f".002.{os.getpid()}.part", ".a b.c.99999999.part.npz"]
+    for name in kept + dead:
+        (tmp_path / name).write_bytes(b"x")
+    assert sweep(tmp_path, deep=False, spare_running=True) == len(dead)
+    assert names(tmp_path) == set(kept)
+    other.communicate(b"\n")
+    assert sweep(tmp_path) == 1
+
+
+def test_links_and_long_names_are_written(tmp_path: Path) -> None:
+    """What a link leads to is replaced, not the link; a name may be as long as the file system allows."""
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "a.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    for stem in ("x" * 251, "ä" * 125):
+        write_text(tmp_path / f"{stem}.txt", "long")
+        assert (tmp_path / f"{stem}.txt").read_text() == "long"

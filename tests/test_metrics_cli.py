@@ -147,6 +147,62 @@ def test_work_folders_resume_and_guard(sets: tuple[Path, Path, float], tmp_path:
     assert "another image set" in str(call(*args).exception)
 
 
+def test_changed_inputs_are_not_answered_from_the_work_folder(
+    sets: tuple[Path, Path, float], tmp_path: Path
+) -> None:
+    """Another reference under the same name gives another score, rewritten images of the same size a refusal."""
+    gen, ref, want = sets
+    command = [
+        "fid",
+        gen,
+        ref,
+        "--extractor",
+        "cells",
+        "--metric",
+        "fd",
+        "--work",
+        tmp_path / "work",
+        "--quiet",
+    ]
+    out = tmp_path / "out.json"
+
+    def value() -> float:
+        done = call(*command, "--out", out)
+        assert done.exit_code == 0, (done.output, done.exception)
+        return float(json.loads(out.read_text())[0]["value"])
+
+    assert value() == pytest.approx(want, rel=1e-9)
+    later = write(tmp_path / "later", 40, 5)
+    for i, image in enumerate(later):
+        Image.fromarray(image).save(ref / f"{i}.png")
+    rows = [
+        Cells()(torch.from_numpy(np.stack(x)).permute(0, 3, 1, 2))["features"]
+        for x in ([np.asarray(Image.open(gen / f"{i}.png")) for i in range(30)], later)
+    ]
+    changed = vm.frechet_from_features(*rows)
+    assert changed != pytest.approx(want, rel=1e-3)
+    assert value() == pytest.approx(changed, rel=1e-9)
+    same = (gen / "0.png").read_bytes()
+    (gen / "0.png").write_bytes(same)
+    assert "images or their prompts changed" in str(call(*command).exception)
+
+
+def test_a_generated_folder_is_scored_without_its_sheet_and_leftovers(
+    sets: tuple[Path, Path, float], tmp_path: Path
+) -> None:
+    gen, ref, want = sets
+    names = [f"{i}.png" for i in range(30)]
+    for name in ("contact_sheet.png", "trace_0.png", "30.png"):
+        Image.new("RGB", (8, 8), "red").save(gen / name)
+    record = {"decoder": "ar", "images": [{"file": name} for name in names]}
+    (gen / "stats.json").write_text(json.dumps(record))
+    done = call(
+        "fid", gen, ref, "--extractor", "cells", "--metric", "fd", "--out", tmp_path / "o.json", "--quiet"
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert json.loads((tmp_path / "o.json").read_text())[0]["value"] == pytest.approx(want, rel=1e-9)
+
+
 def test_protocols_by_name(sets: tuple[Path, Path, float], tmp_path: Path) -> None:
     gen, ref, _ = sets
     assert "unknown protocol" in str(call("fid", gen, ref, "--protocol", "coco").exception)

@@ -66,7 +66,7 @@ def run_share(
     if world.main:
         # statistics of an earlier run must not stand beside pictures of one that is killed before it writes its own
         (out / STATS).unlink(missing_ok=True)
-        sweep(out, deep=False)
+        sweep(out, deep=False, spare_running=True)
     seeds = image_seeds(world.broadcast(image_seeds(job.seed, None, 1)[0]), None, count)
     mine = share(count, batch, world.rank, world.size)
     part: tuple[list[int], DecodeStats, dict[str, Any]] | None = None

@@ -191,7 +191,7 @@ def _prepare(out: Path, format: str, count: int) -> None:
         _av()
     check_writable(out)
     (out / "stats.json").unlink(missing_ok=True)  # those of an earlier run must not stand beside new clips
-    sweep(out, deep=False)
+    sweep(out, deep=False, spare_running=True)
 
 
 def _write(result: Any, prompts: list[str], out: Path, format: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PART = ".part"
+_LEFTOVER = re.compile(r"\..+\.(\d+)\.part(\.[^.]+)?", re.DOTALL)
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
@@ -24,7 +26,8 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         OSError: the disk is full, or the folder cannot be written to; the message names ``path``, and an earlier file of
             that name is untouched.
     """
-    part = path.with_name(f".{path.stem}.{os.getpid()}{_PART}{path.suffix}")
+    path = Path(os.path.realpath(path))  # of a link the file it leads to is replaced, not the link
+    part = path.with_name(f".{_short(path.stem)}.{os.getpid()}{_PART}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(part)
@@ -35,6 +38,13 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         _drop(part)
         raise
+
+
+def _short(stem: str) -> str:
+    """A name that leaves room for what is added to it: file systems take 255 bytes."""
+    if len(os.fsencode(stem)) <= 100:
+        return stem
+    return stem[:20] + hashlib.sha256(stem.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _drop(part: Path) -> None:
@@ -95,10 +105,29 @@ def _as_os_error(error: Exception, part: Path) -> OSError:
     return OSError(code, f"{os.strerror(code)} ({' '.join(str(error).split())[:200]})")
 
 
-def sweep(folder: Path, *, deep: bool = True) -> int:
-    """Remove what killed writers left in a folder (and below); returns how many files."""
+def sweep(folder: Path, *, deep: bool = True, spare_running: bool = False) -> int:
+    """Remove what killed writers left in a folder (and below); returns how many files.
+
+    spare_running: leave the files of other processes that run on this machine, which may be writing them now.
+    """
     found = folder.rglob(f".*{_PART}*") if deep else folder.glob(f".*{_PART}*")
-    leftovers = [f for f in found if f.is_file()]
+    owners = [(f, _LEFTOVER.fullmatch(f.name)) for f in found]
+    leftovers = [
+        f for f, owner in owners if owner and f.is_file() and not (spare_running and _runs(int(owner[1])))
+    ]
     for f in leftovers:
         f.unlink(missing_ok=True)
     return len(leftovers)
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of that number runs here."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True

@@ -101,16 +101,17 @@ def _features(
         _show(world, score(world, task, spec), out)
 
 
-def _guard_set(folder: Path, files: Any, gen: Path) -> None:
-    """A work folder belongs to one image set."""
+def _guard_set(folder: Path, files: Any, gen: Path, wanted: Any = None) -> None:
+    """A work folder belongs to one image set and to what it should show (texts or clauses), if that matters."""
     from visacc.eval.files import read_json, write_json
+    from visacc.eval.inputs import stamps
     from visacc.metrics.protocol import digest
 
-    entry = {"images": str(gen.resolve()), "files": digest([[f.name, f.stat().st_size] for f in files])}
+    entry = {"images": str(gen.resolve()), "files": digest(stamps(files)), "wanted": digest(wanted)}
     path = folder / "set.json"
     if path.exists() and read_json(path) != entry:
         raise ValueError(
-            f"{folder} holds results of another image set, or the images changed; use another --work"
+            f"{folder} holds results of another image set, or the images or their prompts changed; use another --work"
         )
     write_json(path, entry)
 
@@ -245,7 +246,7 @@ def clip(
     with _work(work, world) as folder:
         task = folder_task(gen, folder, texts=texts, quiet=quiet)
         if world.main:
-            _guard_set(folder, task.files, gen)
+            _guard_set(folder, task.files, gen, texts)
         world.barrier()
         _show(world, score(world, task, spec), out)
 
@@ -334,7 +335,7 @@ def geneval(
     with _work(work, world) as folder:
         files = [f for f, _ in found]
         if world.main:
-            _guard_set(folder, files, images)
+            _guard_set(folder, files, images, [m for _, m in found])
         world.barrier()
         task = Task(files, images, folder, wanted, metadata=[m for _, m in found], quiet=quiet)
         scores = score(world, task, spec)

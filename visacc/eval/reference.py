@@ -12,6 +12,7 @@ from PIL import Image
 from visacc.eval.chunks import Chunks, run_chunks
 from visacc.eval.features import Source, extract
 from visacc.eval.files import write_json, write_png
+from visacc.eval.inputs import inputs_of
 from visacc.eval.prompts import PromptSet
 from visacc.eval.world import World
 from visacc.metrics.extractors.base import Extractor
@@ -119,8 +120,9 @@ def reference_features(
         mixed_sizes=True,
         on_error=spec.get("on_error", "raise"),
     )
-    key = digest([source, spec.get("reference_prepare"), spec.get("extractor"), spec.get("extractor_options"),
-                  list(heads), prompts.digest if source.startswith("shapes:") and prompts else None])  # fmt: skip
+    settings = [spec.get(k) for k in ("reference_prepare", "extractor", "extractor_options", "weights")]
+    wanted = prompts.digest if source.startswith("shapes:") and prompts else None
+    key = digest([source, *settings, inputs_of(spec), list(heads), wanted])
     found, _ = extract(
         world,
         images,

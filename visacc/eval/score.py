@@ -12,6 +12,7 @@ import numpy as np
 from visacc.eval.chunks import Chunks, run_chunks
 from visacc.eval.features import BATCH, Source, extract
 from visacc.eval.files import read_json, write_json, write_text
+from visacc.eval.inputs import inputs_of
 from visacc.eval.prompts import PromptSet
 from visacc.eval.reference import reference_features
 from visacc.eval.spec import (
@@ -57,7 +58,8 @@ class Task:
 def score(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
     """All scores of one metric entry; read back if they were computed before."""
     check_spec(spec)
-    done = task.work / "scores" / f"{spec_key(spec)}.json"
+    kind = "" if task.bootstrap else "-plain"
+    done = task.work / "scores" / f"{spec_key(spec)}{kind}.json"
     if not done.exists():
         names = metric_names(spec)
         if names == ["geneval"]:
@@ -110,7 +112,8 @@ def _features(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
         on_error=spec.get("on_error", "raise"),
     )
     key = digest(
-        [spec.get(k) for k in ("extractor", "extractor_options", "weights", "prepare")] + [list(heads)]
+        [spec.get(k) for k in ("extractor", "extractor_options", "weights", "prepare")]
+        + [list(heads), {k: v for k, v in inputs_of(spec).items() if k != "reference"}]
     )
     gen, extractor = extract(
         world, images, task.work / f"features-{key}", build, "features", name="generated", batch=batch,
@@ -175,9 +178,8 @@ def _geneval(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
 
     if task.metadata is None:
         raise ValueError("geneval needs prompts with clauses (prompts: geneval, shapes, or a metadata file)")
-    key = digest({k: v for k, v in spec.items() if k != "batch"})
-    folder = task.work / f"geneval-{key}"
-    results, batch = folder / "results.jsonl", int(spec.get("batch", 8))
+    results, batch = geneval_results(task.work, spec), int(spec.get("batch", 8))
+    folder = results.parent
     if not results.exists():
         chunks = Chunks(folder / "chunks", len(task.files), batch, ".jsonl")
         judge = build_judge(spec, world) if chunks.pending() else None
@@ -206,7 +208,7 @@ def _geneval(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
 
 def geneval_results(work: Path, spec: Mapping[str, Any]) -> Path:
     """The result file of a scored GenEval entry, in the official format."""
-    key = digest({k: v for k, v in spec.items() if k != "batch"})
+    key = digest([{k: v for k, v in spec.items() if k != "batch"}, inputs_of(spec)])
     return work / f"geneval-{key}" / "results.jsonl"
 
 
@@ -233,7 +235,7 @@ def _text(world: World, task: Task, spec: Mapping[str, Any]) -> list[Score]:
         raise ValueError(f"{spec['metric']} needs text prompts; these are class labels")
     spec = apply_text_recipe(spec)
     prepare = str(spec.get("prepare", "as-is"))
-    folder = task.work / f"{spec['metric']}-{digest(dict(spec))}"
+    folder = task.work / f"{spec['metric']}-{digest([dict(spec), inputs_of(spec)])}"
     chunks = Chunks(folder / "chunks", len(task.files), int(spec.get("batch", BATCH)))
     prompts = task.prompts.name if task.prompts else ""
     model = build_text_model(spec, world, prompts) if chunks.pending() else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from visacc.eval.inputs import inputs_of
 from visacc.metrics.images import PREPARE
 from visacc.metrics.protocol import Score, digest
 from visacc.metrics.recipes import Recipe, recipe, text_recipe
@@ -115,7 +116,8 @@ def _check_values(names: Sequence[str], spec: Mapping[str, Any]) -> None:
 
 
 def spec_key(spec: Mapping[str, Any]) -> str:
-    return f"{'+'.join(metric_names(spec))}-{digest(dict(spec), 8)}"
+    """Name of an entry's results: another one when the entry changes, or a file that it names."""
+    return f"{'+'.join(metric_names(spec))}-{digest([dict(spec), inputs_of(spec)], 8)}"
 
 
 def apply_recipe(spec: Mapping[str, Any]) -> tuple[dict[str, Any], Recipe | None]:
