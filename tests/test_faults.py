@@ -34,7 +34,7 @@ from visacc.models.shapes.train_util import load_checkpoint, save_atomic
 from visacc.pictures import save_image, save_json
 from visacc.speculate import checkpoints as speculators
 from visacc.video_io import write_clip
-from visacc.writing import sweep, write_atomic, write_safetensors, write_text
+from visacc.writing import sweep, whole_files, write_atomic, write_safetensors, write_text
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +266,27 @@ def test_an_error_of_the_writer_itself_leaves_nothing(tmp_path: Path) -> None:
         write_atomic(tmp_path / "a.txt", fail)
     assert names(tmp_path) == {"a.txt"}
     assert (tmp_path / "a.txt").read_text() == "whole"
+
+
+def test_a_folder_of_another_library_is_replaced_file_by_file_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("old")
+    (tmp_path / "mine.txt").write_text("mine")
+
+    def fill(fails: bool) -> None:
+        with whole_files(tmp_path) as folder:
+            (folder / "config.json").write_text("new")
+            (folder / "sub").mkdir()
+            (folder / "sub" / "words.txt").write_text("new")
+            if fails:
+                raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        fill(True)
+    assert names(tmp_path) == {"config.json", "mine.txt"}
+    assert (tmp_path / "config.json").read_text() == "old"
+    fill(False)
+    assert names(tmp_path) == {"config.json", "mine.txt", "sub/words.txt"}
+    assert (tmp_path / "config.json").read_text() == "new"
 
 
 def test_sweeping_takes_leftovers_of_dead_writers_only(tmp_path: Path) -> None:

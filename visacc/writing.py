@@ -8,7 +8,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,23 @@ def write_torch(path: Path, state: Any) -> None:
             raise _as_os_error(error, part) from error
 
     write_atomic(path, write)
+
+
+@contextmanager
+def whole_files(folder: Path) -> Iterator[Path]:
+    """For libraries that write many files: yields an empty folder whose files then replace those of ``folder``, each whole.
+
+    Nothing is moved if the block raises; files of ``folder`` with other names stay. A kill leaves a hidden ``.part`` folder
+    at most.
+    """
+    folder = Path(os.path.realpath(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=_PART) as temporary:
+        yield Path(temporary)
+        for part in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
+            place = folder / part.relative_to(temporary)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part, place)
 
 
 def _as_os_error(error: Exception, part: Path) -> OSError:

@@ -17,6 +17,7 @@ from torch import Tensor
 from visacc.metrics.geneval.logic import CLASSES
 from visacc.reading import naming
 from visacc.weights import check_state
+from visacc.writing import whole_files
 
 CHECKPOINT = "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco_20220504_001756-743b7d99.pth"
 URL = (
@@ -190,7 +191,8 @@ def convert_checkpoint(source: str | Path, target: str | Path) -> None:
     """
     from visacc.metrics.extractors.base import load_state
 
-    build(load_state(source)).save_pretrained(target)
+    with whole_files(Path(target)) as folder:
+        build(load_state(source)).save_pretrained(folder)
 
 
 @torch.inference_mode()

@@ -156,7 +156,7 @@ def t5_reader(folder: str | Path, device: torch.device | str = "cpu") -> Callabl
     encoder: Any = T5EncoderModel.from_pretrained(str(folder), dtype=torch.bfloat16)
     encoder = encoder.to(device).eval()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read(texts: list[str]) -> Tensor:
         batch = tokenizer(
             texts, padding="max_length", truncation=True, max_length=TEXT_TOKENS, return_tensors="pt"

@@ -15,6 +15,7 @@ from visacc.models.nbp import moving
 from visacc.models.nbp.frames import FrameTokenizer
 from visacc.models.nbp.gpt import NBP, NBPConfig
 from visacc.models.nbp.released import to_next_block
+from visacc.writing import write_atomic
 
 MODEL = NBPConfig(
     dim=128,
@@ -54,7 +55,8 @@ def encode_clips(tokenizer: FrameTokenizer, first: int, count: int, folder: Path
             continue
         pixels = render_clips(start, min(_PART, first + count - start))
         codes = [tokenizer.encode(to_video(pixels[i : i + 20])).flatten(1) for i in range(0, len(pixels), 20)]
-        np.save(file, torch.cat(codes).numpy().astype(np.uint16))
+        array = torch.cat(codes).numpy().astype(np.uint16)
+        write_atomic(file, lambda part, array=array: np.save(part, array))
         print(f"encoded {start + len(pixels) - first} / {count}", flush=True)
 
 

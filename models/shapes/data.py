@@ -14,6 +14,7 @@ from torch import Tensor
 from visacc.models.llamagen.vq import VQModel
 from visacc.models.shapes.captions import sample
 from visacc.models.shapes.world import SIZE, Scene, render
+from visacc.writing import write_atomic, write_text
 
 CHUNK = 500
 BACKGROUND_SEED = 90_000_000
@@ -66,10 +67,10 @@ def encode_dataset(vq: VQModel, first_seed: int, count: int, folder: Path, batch
     scenes = [Scene((), sample(BACKGROUND_SEED + i).scene.background) for i in range(400)]
     bare = np.stack([np.round(render(scene) * 255).astype(np.uint8) for scene in scenes])
     parts = [vq.encode(to_input(part)).numpy().astype(np.uint16) for part in np.array_split(bare, 8)]
-    np.save(folder / "background.npy", np.concatenate(parts))
-    (folder / "captions.json").write_text(json.dumps(captions))
-    np.save(folder / "codes.tmp.npy", np.concatenate(codes))
-    (folder / "codes.tmp.npy").rename(folder / "codes.npy")
+    write_atomic(folder / "background.npy", lambda part: np.save(part, np.concatenate(parts)))
+    write_text(folder / "captions.json", json.dumps(captions))
+    # last, because it says that the others are there
+    write_atomic(folder / "codes.npy", lambda part: np.save(part, np.concatenate(codes)))
 
 
 def load_dataset(folder: Path) -> tuple[Tensor, list[str]]:

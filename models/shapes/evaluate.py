@@ -38,7 +38,7 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
     return probs
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample_codes(
     gpt: GPT, features: Tensor, valid: Tensor, settings: Settings, seed: int
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def sample_codes(
     return torch.cat(codes, dim=1), entropy
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def to_pictures(vq: VQModel, codes: Tensor) -> NDArray[np.uint8]:
     """Codes [B, 256] -> bytes [B, H, W, 3]."""
     side = math.isqrt(codes.shape[1])

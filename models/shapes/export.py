@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from visacc.models.llamagen.vq import VQModel
 from visacc.models.shapes.evaluate import Settings
 from visacc.models.shapes.text import build_tokenizer
 from visacc.models.shapes.train_gpt import PHASES, TextToImage
+from visacc.writing import whole_files, write_json
 
 NAME = "shapes-t2i"
 #: Sampling defaults, chosen by measured scores while keeping the token law broad (no top-k).
@@ -24,13 +24,13 @@ COMMAND = "python scripts/train_shapes_t2i.py --out runs/shapes-t2i"
 
 def export(model: TextToImage, vq: VQModel, folder: Path) -> None:
     """Writes what `visacc.load(folder)` reads, weights in float16."""
-    folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "gpt.safetensors", model.gpt, torch.float16)
     save_model(folder / "vq.safetensors", vq, torch.float16)
-    copy.deepcopy(model.text).half().save_pretrained(folder / "text")
-    build_tokenizer().save_pretrained(folder / "text")
+    with whole_files(folder / "text") as text:
+        copy.deepcopy(model.text).half().save_pretrained(text)
+        build_tokenizer().save_pretrained(text)
     settings = {"name": NAME, "defaults": DEFAULTS, "clean_caption": True}
-    (folder / "model.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(folder / "model.json", settings, indent=2)
 
 
 def _score_table(summaries: dict[str, dict[str, Any]]) -> str:

@@ -4,7 +4,6 @@ it: from scratch, captions alone teach seeing very slowly."""
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +19,7 @@ from visacc.models.shapes.world import COLOURS, SHAPES, TEXTURES
 from visacc.models.vlm.captioner import build_model, build_processor, chat
 from visacc.models.vlm.scenes import PROMPTS, caption, draw_scene, picture
 from visacc.models.vlm.train_data import Rendered, render_chunks
+from visacc.writing import whole_files, write_safetensors
 
 
 @dataclass(frozen=True)
@@ -155,13 +154,12 @@ def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 def export(model: Any, state: dict[str, Tensor], processor: Any, folder: Path) -> None:
     """Write a folder that ``from_pretrained`` reads; weights in float16."""
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    halves = {k: v.half().contiguous() for k, v in state.items() if v.is_floating_point()}
-    temporary = folder / "model.safetensors.tmp"
-    save_file(halves, temporary, metadata={"format": "pt"})
-    shutil.move(temporary, folder / "model.safetensors")
+    with whole_files(folder) as settings:
+        model.config.save_pretrained(settings)
+        model.generation_config.save_pretrained(settings)
+        processor.save_pretrained(settings)
+    halves = {k: v.half() for k, v in state.items() if v.is_floating_point()}
+    write_safetensors(folder / "model.safetensors", halves)
 
 
 def exact_accuracy(folder: Path, count: int, *, batch: int = 48, held_out: bool = True) -> float:
@@ -176,7 +174,7 @@ def exact_accuracy(folder: Path, count: int, *, batch: int = 48, held_out: bool 
         scenes = [draw_scene(seed, held_out) for seed in range(first, min(first + batch, count))]
         texts = [chat(PROMPTS[0])] * len(scenes)
         inputs = processor(images=[picture(s) for s in scenes], text=texts, return_tensors="pt", padding=True)
-        with torch.inference_mode():
+        with torch.no_grad():
             out = model.generate(**inputs, max_new_tokens=64, do_sample=False)
         answers = processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(a.strip() == caption(s) for a, s in zip(answers, scenes, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 from visacc.models.shapes.world import COLOURS, SHAPES, SIZE, TEXTURES, Scene, coverage
 from visacc.models.vlm.captioner import PATCH
 from visacc.models.vlm.scenes import caption, draw_scene, mirrored, picture
+from visacc.writing import write_atomic
 
 CHUNK = 250
 _COLOURS = list(COLOURS)
@@ -81,9 +82,8 @@ def _chunk(job: tuple[int, bool]) -> Chunk:
 
 def _write(path: Path, done: Chunk) -> None:
     images, labels, textures, text = done
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, images=images, labels=labels, textures=textures, text=np.array(text))
-    temporary.rename(path)
+    parts = {"images": images, "labels": labels, "textures": textures, "text": np.array(text)}
+    write_atomic(path, lambda part: np.savez(part, allow_pickle=False, **parts))
 
 
 def render_chunks(folder: Path, count: int, *, held_out: bool = False, processes: int = 2) -> Rendered:

@@ -126,7 +126,7 @@ class Bench:
         return next(row for row in self.rows if row.entry.label == label)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def bench_decoders(
     model: ImageModel,
     prompts: Sequence[Any],

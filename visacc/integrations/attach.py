@@ -75,7 +75,7 @@ class Attachment:
         codes = output.codes
         return codes[:, 0] if codes.shape[1] == 1 else codes
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def to_images(self, codes: Tensor, output_type: str = "pil") -> Any:
         """Codes of :meth:`generate_codes` to pictures: "pil", "np" (uint8 [B, H, W, 3]) or "pt" (float [0, 1])."""
         if output_type not in ("pil", "np", "pt"):

@@ -88,7 +88,7 @@ class _Run:
         return 1 if self.policy is None else self.policy.slots
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     target: VLMTarget,
     drafter: AnyDrafter | None,
