@@ -19,6 +19,8 @@ from visacc.cli_options import (
     TopK,
     TopP,
     batch_option,
+    images_option,
+    out_option,
     progress_bar,
     read_prompts,
     sampling_of,
@@ -33,12 +35,10 @@ def calibrate(
     decoder: Annotated[str, typer.Option(help="Decoder to calibrate for; only nc-sjd needs it.")] = "nc-sjd",
     images: Annotated[
         int,
-        typer.Option("--num-images", "-n", "--images", help="Images to decode; a sixth or so is held out."),
+        images_option("Images to decode; a sixth or so is held out.", "--images"),
     ] = 96,
     rank: Annotated[int, typer.Option(help="Rank of the tables.")] = 32,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; default: beside the model's weights.")
-    ] = None,
+    out: Annotated[Path | None, out_option("File to write; default: beside the model's weights.")] = None,
     window: Annotated[int, typer.Option(help="Window of the decodes.")] = 64,
     batch_size: Annotated[int, batch_option("Images decoded together.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,

@@ -15,15 +15,56 @@ import typer
 
 from visacc.reading import read_lines
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Model name, folder, file or hub id.")]
-DecoderOptions = Annotated[
-    list[str] | None, typer.Option("--option", "-O", help="Decoder option, name=value; repeatable.")
-]
+
+# what a command takes differs from one to the next; how the option is called does not
+def model_option(help: str, *other: str) -> Any:
+    """``--model``, with what the command takes in ``help``, and ``other`` names of the same option."""
+    return typer.Option(*other, "--model", "-m", help=help)
+
+
+def out_option(help: str, *other: str) -> Any:
+    """``--out``, with what is written there in ``help``."""
+    return typer.Option("--out", "-o", *other, help=help)
+
+
+def images_option(help: str, *other: str) -> Any:
+    """``--num-images``, with what is counted in ``help``."""
+    return typer.Option("--num-images", "-n", *other, help=help)
+
+
+def prompt_option(help: str) -> Any:
+    """``--prompt``, of commands whose argument is something else."""
+    return typer.Option("--prompt", "-p", help=help)
+
+
+def decoder_option(help: str) -> Any:
+    """``--decoder``, one or several."""
+    return typer.Option("--decoder", "-d", help=help)
+
+
+def values_option(help: str) -> Any:
+    """``--option``, for pairs that :func:`named_values` reads."""
+    return typer.Option("--option", "-O", help=help)
+
+
+def start_option(help: str) -> Any:
+    """``--init``, of trainings."""
+    return typer.Option("--init", "--from", help=help)
+
+
+def batch_option(help: str) -> Any:
+    """``--batch-size``, with the unit in ``help``."""
+    return typer.Option("--batch-size", "--batch", help=help)
+
+
+Model = Annotated[str, model_option("Model name, folder, file or hub id.")]
+DecoderOptions = Annotated[list[str] | None, values_option("Decoder option, name=value; repeatable.")]
 PromptsFile = Annotated[
     Path | None, typer.Option("--prompts-file", "--prompts", help="Text file with one prompt a line.")
 ]
-OutFolder = Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")]
-NumImages = Annotated[int, typer.Option("--num-images", "-n", help="Images per prompt.")]
+OutFolder = Annotated[Path, out_option("Folder to write to.")]
+NumImages = Annotated[int, images_option("Images per prompt.")]
+NumVideos = Annotated[int, typer.Option("--num-videos", "-n", help="Clips of each prompt or beginning.")]
 DrawnSeed = Annotated[int | None, typer.Option(help="Seed; without one a random seed is drawn and recorded.")]
 RunSeed = Annotated[int, typer.Option(help="Seed of the run.")]
 Guidance = Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 switches it off.")]
@@ -35,15 +76,10 @@ ImageSize = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress is shown.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", "--no-progress", help="No progress is shown.")]
 Shard = Annotated[
     bool, typer.Option("--shard", help="Several processes: spread the drafter over them (FSDP2).")
 ]
-
-
-def batch_option(help: str) -> Any:
-    """``--batch-size``, with the unit in ``help``."""
-    return typer.Option("--batch-size", "--batch", help=help)
 
 
 def sampling_of(
@@ -53,6 +89,10 @@ def sampling_of(
     return {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+"""Values as YAML files spell them, too."""
+
+
 def named_values(pairs: list[str] | None, what: str = "decoder options") -> dict[str, Any]:
     """``name=value`` pairs to keyword arguments; values are Python literals where they parse as such, else text."""
     found: dict[str, Any] = {}
@@ -60,11 +100,15 @@ def named_values(pairs: list[str] | None, what: str = "decoder options") -> dict
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"{what} are written name=value, got {pair!r}")
+        word = text.strip().lower()
         try:
-            value = ast.literal_eval(text)
+            value = _WORDS[word] if word in _WORDS else ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = text
-        found[name.strip().replace("-", "_")] = value
+        key = name.strip().replace("-", "_")
+        if key in found:
+            raise ValueError(f"{key} is given twice in the {what}: {found[key]!r} and {value!r}")
+        found[key] = value
     return found
 
 

@@ -27,6 +27,7 @@ from visacc.cli_options import (
     batch_option,
     check_writable,
     decoder_arguments,
+    decoder_option,
     named_values,
     progress_bar,
     read_prompts,
@@ -39,7 +40,7 @@ def generate(
         list[str] | None, typer.Argument(help="Prompts, or class labels for class models.")
     ] = None,
     model: Model = "shapes-t2i",
-    decoder: Annotated[str, typer.Option("--decoder", "-d", help="Decoder name, see 'visacc list'.")] = "ar",
+    decoder: Annotated[str, decoder_option("Decoder name, see 'visacc list'.")] = "ar",
     count: NumImages = 1,
     out: OutFolder = Path("out"),
     prompts_file: PromptsFile = None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from visacc.cli_options import out_option
+
 
 def report(
     runs: Annotated[
@@ -17,7 +19,7 @@ def report(
             " 'generate' stand side by side.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path, out_option("HTML file to write.")] = Path("report.html"),
     pictures: Annotated[int, typer.Option(help="Prompts whose pictures are shown.")] = 12,
     side: Annotated[
         int, typer.Option(help="Largest side of a picture, pixels; larger ones are scaled.")

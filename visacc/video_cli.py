@@ -14,6 +14,7 @@ from visacc.cli_options import (
     DrawnSeed,
     Dtype,
     Guidance,
+    NumVideos,
     OutFolder,
     Quiet,
     Temperature,
@@ -22,18 +23,17 @@ from visacc.cli_options import (
     batch_option,
     check_writable,
     decoder_arguments,
+    decoder_option,
+    model_option,
     progress_bar,
+    prompt_option,
     sampling_of,
 )
 
 app = typer.Typer(help="Generate video, or continue it.", no_args_is_help=True, add_completion=False)
 
-_Model = Annotated[
-    str, typer.Option("--model", "-m", help="Embedded name, checkpoint file, or released name.")
-]
-_Decoder = Annotated[
-    str | None, typer.Option("--decoder", "-d", help="Decoder; the model's usual one by default.")
-]
+_Model = Annotated[str, model_option("Embedded name, checkpoint file, or released name.")]
+_Decoder = Annotated[str | None, decoder_option("Decoder; the model's usual one by default.")]
 _Format = Annotated[str, typer.Option("--format", "-f", help="mp4, gif, or both.")]
 _Frames = Annotated[float, typer.Option(help="Frames per second.")]
 _Batch = Annotated[int, batch_option("Clips decoded together.")]
@@ -48,7 +48,7 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(help="Texts, e.g. 'red circle moves left'.")],
     model: _Model = "moving-nbp",
     decoder: _Decoder = None,
-    count: Annotated[int, typer.Option("--num-videos", "-n", help="Clips per prompt.")] = 1,
+    count: NumVideos = 1,
     out: OutFolder = Path("out"),
     format: _Format = "mp4",
     fps: _Frames = 8,
@@ -93,16 +93,14 @@ def generate(
 @app.command("continue")
 def continue_(
     clip: Annotated[Path, typer.Argument(help="MP4, GIF, picture, or folder of pictures.")],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text, for models that take one.")
-    ] = None,
+    prompt: Annotated[str | None, prompt_option("Text, for models that take one.")] = None,
     model: _Model = "moving-nbp",
     decoder: _Decoder = None,
     given_frames: Annotated[int, typer.Option(help="Latent frames taken from the clip.")] = 2,
     last: Annotated[
         bool, typer.Option("--last", help="Take the last frames of the clip, not the first.")
     ] = False,
-    count: Annotated[int, typer.Option("--num-videos", "-n", help="Continuations.")] = 1,
+    count: NumVideos = 1,
     out: OutFolder = Path("out"),
     format: _Format = "mp4",
     fps: _Frames = 8,

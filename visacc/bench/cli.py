@@ -20,6 +20,8 @@ from visacc.cli_options import (
     TopK,
     TopP,
     batch_option,
+    decoder_option,
+    out_option,
     prompt_lines,
     sampling_of,
 )
@@ -37,15 +39,13 @@ def decoders(
     model: Model = "shapes-t2i",
     decoder: Annotated[
         list[str] | None,
-        typer.Option("--decoder", "-d", help="Decoder, with options: 'gsd:group_size=50'. Repeatable."),
+        decoder_option("Decoder, with options: 'gsd:group_size=50'. Repeatable."),
     ] = None,
     prompts_file: PromptsFile = None,
     per_task: Annotated[int, typer.Option(help="Prompts per task of the shapes world.")] = 8,
     num_images: NumImages = 1,
     batch_size: Annotated[int, batch_option("Images decoded together.")] = 8,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for JSON, Markdown and plot.")] = Path(
-        "bench"
-    ),
+    out: Annotated[Path, out_option("Folder for JSON, Markdown and plot.")] = Path("bench"),
     seed: RunSeed = 0,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,

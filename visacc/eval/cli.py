@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from visacc.cli_options import Device, Quiet, batch_option
+from visacc.cli_options import Device, Quiet, batch_option, out_option, values_option
 
 app = typer.Typer(
     help="Quality and speed of decoders: FID family, GenEval, CLIP score, whole evaluation runs.",
@@ -24,12 +24,10 @@ Ref = Annotated[str, typer.Argument(help="Reference: folder, .npz statistics or 
 Work = Annotated[
     Path | None, typer.Option(help="Folder for intermediate results: makes the command resumable.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the scores to this JSON file.")]
+Out = Annotated[Path | None, out_option("Also write the scores to this JSON file.")]
 Weights = Annotated[Path | None, typer.Option(help="Weights file of the network; default: download.")]
 Batch = Annotated[int, batch_option("Images per forward pass.")]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", "-O", help="Option of the network, name=value.")
-]
+Options = Annotated[list[str] | None, values_option("Option of the network, name=value.")]
 
 
 def _parse(options: list[str] | None) -> dict[str, Any]:
@@ -351,9 +349,7 @@ def geneval(
 @app.command()
 def run(
     config: Annotated[Path, typer.Argument(help="YAML file, see docs/metrics.md.")],
-    output: Annotated[
-        Path | None, typer.Option("--out", "-o", "--output", help="Folder, instead of the one in the file.")
-    ] = None,
+    output: Annotated[Path | None, out_option("Folder, instead of the one in the file.", "--output")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Generate and score a grid of decoders. Run the same command again after an interruption.

@@ -8,12 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
-from visacc.cli_options import Device, Dtype, RunSeed, Shard, batch_option
+from visacc.cli_options import (
+    Device,
+    Dtype,
+    Quiet,
+    RunSeed,
+    Shard,
+    batch_option,
+    images_option,
+    model_option,
+    out_option,
+    prompt_option,
+)
 from visacc.speculate.answers import answered, opened, same_settings
 from visacc.writing import write_json
 
 app = typer.Typer(help="Vision-language models.", no_args_is_help=True, add_completion=False)
 _DTYPES = ("float32", "float16", "bfloat16")
+_Model = Annotated[str, model_option("Hub id, folder, or shapes-captioner (embedded).")]
+_Prompt = Annotated[str, prompt_option("Question for every picture.")]
+_Method = Annotated[str | None, typer.Option(help="Method of an official EAGLE, MSD or FLASH folder.")]
 
 
 def _dtype(name: str | None) -> Any:
@@ -29,17 +43,13 @@ def _dtype(name: str | None) -> Any:
 @app.command("caption")
 def caption(
     images: Annotated[list[Path], typer.Argument(help="Pictures.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Hub id, folder, or shapes-captioner (embedded).")
-    ] = "shapes-captioner",
+    model: _Model = "shapes-captioner",
     speculator: Annotated[
         str, typer.Option("--speculator", "-s", help="Drafter folder, embedded method, ngram, or none.")
     ] = "ngram",
-    method: Annotated[
-        str | None, typer.Option(help="Method of an official EAGLE, MSD or FLASH folder.")
-    ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Question for every picture.")] = "",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSONL file; resumes if it exists.")] = None,
+    method: _Method = None,
+    prompt: _Prompt = "",
+    out: Annotated[Path | None, out_option("JSONL file; resumes if it exists.")] = None,
     batch_size: Annotated[int, batch_option("Pictures per batch.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -50,9 +60,7 @@ def caption(
     seed: RunSeed = 0,
     device: Device = None,
     dtype: Dtype = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", "--no-progress", help="No progress is shown.")
-    ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Caption pictures with speculative decoding; one JSON object per line."""
     from rich.console import Console
@@ -126,11 +134,9 @@ def caption(
 @app.command("train-drafter")
 def train_drafter_command(
     method: Annotated[str, typer.Option(help="eagle, msd, dream, flash or vispec.")],
-    target: Annotated[
-        str, typer.Option("--target", "--model", "-m", help="Hub id or folder of the vision-language model.")
-    ],
+    target: Annotated[str, model_option("Hub id or folder of the vision-language model.", "--target")],
     data: Annotated[Path, typer.Option(help='JSONL with "image", "prompt" and, if wanted, "answer".')],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run; resumes if it exists.")],
+    out: Annotated[Path, out_option("Folder of the run; resumes if it exists.")],
     answers: Annotated[str, typer.Option(help="generated (by the target) or dataset.")] = "generated",
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20000,
     batch_size: Annotated[int, batch_option("Samples per step and process.")] = 2,
@@ -190,15 +196,10 @@ def export_drafter_command(
         ),
     ],
     target: Annotated[
-        str,
-        typer.Option(
-            "--target", "--model", "-m", "-t", help="Folder or hub id of the model it was trained for."
-        ),
+        str, model_option("Folder or hub id of the model it was trained for.", "--target", "-t")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder to write to.")],
-    method: Annotated[
-        str | None, typer.Option(help="Method of an official EAGLE, MSD or FLASH folder.")
-    ] = None,
+    out: Annotated[Path, out_option("New folder to write to.")],
+    method: _Method = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; as in the drafter's folder by default.")
     ] = None,
@@ -215,14 +216,12 @@ def export_drafter_command(
 
 @app.command("bench")
 def bench_command(
-    model: Annotated[str, typer.Option("--model", "-m", help="Hub id, folder or shapes-captioner.")] = (
-        "shapes-captioner"
-    ),
+    model: _Model = "shapes-captioner",
     methods: Annotated[str, typer.Option(help="Comma-separated drafters.")] = "ngram,eagle,msd,dream,flash",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
     images: Annotated[Path | None, typer.Option(help="Folder of pictures; not for shapes-captioner.")] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p")] = "",
-    count: Annotated[int, typer.Option("--num-images", "-n", "--count", help="Pictures.")] = 32,
+    prompt: _Prompt = "",
+    count: Annotated[int, images_option("Pictures.", "--count")] = 32,
     batch_size: Annotated[int, batch_option("Pictures per batch.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Passes; figures are medians.")] = 3,
@@ -233,7 +232,7 @@ def bench_command(
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; PyTorch's own number by default.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON report.")] = None,
+    out: Annotated[Path | None, out_option("JSON report.")] = None,
     device: Device = None,
 ) -> None:
     """Tokens per step and speed of drafters against plain decoding, model.generate and assisted

@@ -20,8 +20,11 @@ from visacc.cli_options import (
     TopK,
     TopP,
     batch_option,
+    model_option,
+    out_option,
     prompt_lines,
     sampling_of,
+    start_option,
 )
 from visacc.train import parallel
 
@@ -44,9 +47,9 @@ def _root() -> None:
 
 @app.command("drafter")
 def drafter(
-    model: Annotated[str, typer.Option("--model", "-m", help="Target: name, folder or file.")] = "shapes-t2i",
+    model: Annotated[str, model_option("Target: name, folder or file.")] = "shapes-t2i",
     prompts_file: PromptsFile = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.")] = Path("drafter"),
+    out: Annotated[Path, out_option("Folder of the run.")] = Path("drafter"),
     held_out: Annotated[
         int, typer.Option(help="Prompts kept for measuring accepted length (the last ones of the file).")
     ] = 8,
@@ -73,9 +76,7 @@ def drafter(
     top_p: TopP = None,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements of accepted length.")] = 250,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    init: Annotated[
-        Path | None, typer.Option("--init", "--from", help="Drafter folder to start from.")
-    ] = None,
+    init: Annotated[Path | None, start_option("Drafter folder to start from.")] = None,
     shard: Shard = False,
     seed: RunSeed = 0,
     device: Device = None,

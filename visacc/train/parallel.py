@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from visacc.cli_options import Device, batch_option
+from visacc.cli_options import Device, batch_option, out_option, start_option
 from visacc.reading import read_array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Out = Annotated[Path, typer.Option("--out", "-o", help="Folder of the run: checkpoint, log, result.")]
-_Start = Annotated[Path | None, typer.Option("--init", "--from", help="Checkpoint to start from.")]
+_Out = Annotated[Path, out_option("Folder of the run: checkpoint, log, result.")]
+_Start = Annotated[Path | None, start_option("Checkpoint to start from.")]
 _Batch = Annotated[int, batch_option("Samples per step.")]
 
 
