@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +65,36 @@ def read_objects(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, as_object(line, f"{path}, line {number}")
 
 
+def read_json(path: str | Path) -> Any:
+    """A JSON file that holds anything."""
+    return _parse(read_text(path), str(path))
+
+
 def as_object(text: str, where: str) -> dict[str, Any]:
     """The JSON object that a text holds; ``where`` names its place in errors."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON ({error})") from error
+    content = _parse(text, where)
     if not isinstance(content, dict):
         raise ValueError(f"{where} must be a JSON object, not a {type(content).__name__}")
     return content
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise ValueError(f"{where} is not valid JSON ({place})") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON ({error})") from error
+
+
+def check_fields(kind: type, data: Mapping[str, Any], what: str) -> None:
+    """Refuse entries that the dataclass ``kind`` does not have; ``what`` names the data in the error."""
+    unknown = set(data) - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(f"unknown fields in {what}: {sorted(unknown)}")
 
 
 def read_entry(path: str | Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:

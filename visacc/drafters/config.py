@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from visacc.reading import check_fields
 
 FAMILIES = ("llamagen", "anole", "lumina", "eagle")
 
@@ -73,7 +75,5 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> DrafterConfig:
-        unknown = set(data) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ValueError(f"unknown fields in a drafter configuration: {sorted(unknown)}")
+        check_fields(cls, data, "a drafter configuration")
         return cls(**data)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
+from visacc.reading import read_json
 from visacc.writing import sweep, write_atomic, write_text
 from visacc.writing import write_json as _write_json
 
@@ -21,13 +21,6 @@ def write_json(path: Path, data: Any) -> None:
 def write_png(path: Path, image: Any) -> None:
     """A PIL image, losslessly."""
     write_atomic(path, lambda p: image.save(p, format="PNG"))
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def file_sha256(path: Path) -> str:

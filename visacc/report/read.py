@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from visacc import reading
 from visacc.report.model import Report
 
 NAMES = {
@@ -28,17 +29,10 @@ class NamedError(ValueError):
 def read_json(path: Path) -> Any:
     """Content of a JSON file. Raises ``ValueError`` naming the file and the place where it breaks."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise NamedError(
-            f"{path} is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg}); was the run interrupted?"
-        ) from None
-    except UnicodeDecodeError:
-        raise NamedError(f"{path} is not a text file in UTF-8") from None
-    except RecursionError:
-        raise NamedError(f"{path} is nested too deeply to be the file of a run") from None
-    except OSError as error:
-        raise NamedError(f"cannot read {path}: {error.strerror or error}") from None
+        return reading.read_json(path)
+    except ValueError as error:
+        broken = isinstance(error.__cause__, json.JSONDecodeError)
+        raise NamedError(f"{error}; was the run interrupted?" if broken else str(error)) from error
 
 
 def kind_of(data: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from visacc.reading import check_fields
 
 METHODS = ("eagle", "msd", "dream", "flash", "vispec", "eagle3")
 """Drafters with a network; ``ngram`` has none."""
@@ -80,8 +82,6 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> DrafterConfig:
-        unknown = set(data) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ValueError(f"unknown fields in a drafter configuration: {sorted(unknown)}")
+        check_fields(cls, data, "a drafter configuration")
         data = {k: tuple(v) if k in ("taps", "mrope_sections") else v for k, v in data.items()}
         return cls(**data)
