@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from visacc.models.attention import cached_attention, mask_bias, slot_index
 from visacc.models.cosmos.positions import Yarn, absolute_table, rope_tables, rotate
-from visacc.models.llamagen.gpt import RMSNorm
 
 
 @dataclass
@@ -78,8 +77,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(key_dim, self.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(key_dim, self.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps)
 
     def queries(self, x: Tensor) -> Tensor:
         return self.q_norm(self.wq(x).unflatten(-1, (self.heads, -1))).transpose(1, 2)
@@ -117,12 +116,12 @@ class Layer(nn.Module):
     def __init__(self, config: CosmosConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         if config.text:
             self.cross_attention = Attention(config, config.context_dim)
-            self.cross_attention_norm = RMSNorm(config.dim, config.norm_eps)
+            self.cross_attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def window(
         self,
@@ -149,7 +148,7 @@ class Cosmos(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.input_rows, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = {}
 

@@ -54,16 +54,11 @@ def turn_halves(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (the statistics are float32 in any precision)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """In the precision of its input: a training in mixed precision keeps the weight in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class HeadNorm(nn.Module):

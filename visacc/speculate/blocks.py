@@ -45,7 +45,8 @@ class Attend:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, cast back before the weight."""
+    """Root-mean-square norm in float32, cast back before the weight as the targets' own (``torch.nn.RMSNorm`` does so after
+    it)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
