@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -176,3 +179,18 @@ def test_options_that_would_be_lost_or_break(capsys, tmp_path, model, wrong, sai
     assert code == 2
     assert said in err
     assert "Traceback" not in err
+
+
+def test_options_of_several_commands_are_spelled_once():
+    """In visacc/cli_options.py, whatever the help of one command or another says about them."""
+    code = Path(__file__).parent.parent / "visacc"
+    places = defaultdict(set)
+    for file in code.rglob("*.py"):
+        for call in re.finditer(
+            r'typer\.Option\(((?:\s*(?:"-[^"]*"|\*\w+),?)+)', file.read_text(encoding="utf-8")
+        ):
+            for name in re.findall(r'"(--[^"/]+)', call[1]):
+                places[name].add(file.relative_to(code).as_posix())
+    assert places["--out"] == places["--model"] == {"cli_options.py"}
+    several = {name for name, files in places.items() if len(files) > 1}
+    assert several == {"--format"}  # of clips, and of a drafter for a server: two options of one name

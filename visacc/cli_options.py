@@ -52,6 +52,11 @@ def start_option(help: str) -> Any:
     return typer.Option("--init", "--from", help=help)
 
 
+def shard_option(what: str) -> Any:
+    """``--shard``, with what is spread."""
+    return typer.Option("--shard", help=f"Several processes: spread {what} over them (FSDP2).")
+
+
 def batch_option(help: str) -> Any:
     """``--batch-size``, with the unit in ``help``."""
     return typer.Option("--batch-size", "--batch", help=help)
@@ -77,9 +82,7 @@ ImageSize = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU when there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", "--no-progress", help="No progress is shown.")]
-Shard = Annotated[
-    bool, typer.Option("--shard", help="Several processes: spread the drafter over them (FSDP2).")
-]
+Shard = Annotated[bool, shard_option("the drafter")]
 
 
 def sampling_of(

@@ -32,6 +32,7 @@ from visacc.cli_options import (
     progress_bar,
     read_prompts,
     sampling_of,
+    shard_option,
 )
 
 
@@ -65,10 +66,7 @@ def generate(
         str | None,
         typer.Option(help="auto: spread a transformers model over the GPUs of one process (accelerate)."),
     ] = None,
-    shard: Annotated[
-        bool,
-        typer.Option("--shard", help="Several processes: spread the model's layers over them (FSDP2)."),
-    ] = False,
+    shard: Annotated[bool, shard_option("the model's layers")] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="torch.compile the model's forward (ar and window decoders).")
     ] = False,

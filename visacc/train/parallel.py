@@ -151,7 +151,7 @@ def nbp(
     data: Annotated[Path, typer.Argument(help="Folder with codes.npy and, for text models, texts.npy.")],
     start: Annotated[
         Path,
-        typer.Option("--init", "--from", help="NTP checkpoint to fine-tune, or an NBP one to go on with."),
+        start_option("NTP checkpoint to fine-tune, or an NBP one to go on with."),
     ],
     out: _Out = Path("nbp"),
     block: Annotated[int, typer.Option(help="Tokens predicted at once.")] = 16,
