@@ -166,15 +166,3 @@ def fetch(name: str, cache: Path | None = None, *, timeout: float = 900) -> Path
             if not target.is_dir():  # another process may have been first
                 raise
     return target
-
-
-def emoji_caption(file: str | Path) -> str | None:
-    """Unicode name of a single-character emoji picture in lower case; None for sequences (flags, skin
-    tones).
-    """
-    import unicodedata
-
-    points = [int(p, 16) for p in Path(file).stem.split("-") if p != "fe0f"]
-    if len(points) != 1:
-        return None
-    return unicodedata.name(chr(points[0]), "").lower() or None

@@ -70,13 +70,6 @@ class Layout:
             return torch.arange(self.total)
         return torch.tensor([i for i, f in enumerate(self.forced) if f < 0], dtype=torch.long)
 
-    @cached_property
-    def slot_cells(self) -> Tensor:
-        """int64 [total]: raster index of every slot, -1 where the slot is forced."""
-        cells = torch.full((self.total,), -1, dtype=torch.long)
-        cells[self.cell_slots] = torch.arange(self.n_image)
-        return cells
-
     def neighbour(self, dt: int = 0, dy: int = 0, dx: int = 0) -> Tensor:
         """int64 [total]: slot of the cell at the given offset, -1 at forced slots and outside of the grid."""
         t, h, w = self.grid

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from visacc.verify import TreeShape
+
 _TESTS = Path(__file__).resolve().parent
 _KEPT = _TESTS / "data" / "golden"
 
@@ -49,3 +51,19 @@ def as_released(folder: Path, weights: Path, config: Path) -> Path:
     shutil.copy(weights, folder / "model.safetensors")
     shutil.copy(config, folder / "config.json")
     return folder
+
+
+def leaf_paths(shape: TreeShape) -> list[list[int]]:
+    """Slots from the root to every leaf, padded with -1, in lexicographic order (the originals' retrieve
+    rows)."""
+    rows = []
+    for slot in range(shape.slots):
+        if shape.children[slot]:
+            continue
+        path, at = [], slot
+        while at >= 0:
+            path.append(at)
+            at = shape.parent[at]
+        rows.append(path[::-1])
+    rows.sort()
+    return [row + [-1] * (shape.max_depth + 1 - len(row)) for row in rows]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from visacc.models.hf.taming import TamingConfig, TamingDecoder
@@ -269,8 +269,3 @@ BUILDERS = {
     "emu3.5": emu35,
     "glm-image": glm_image,
 }
-
-
-def argmax_margin(law: Tensor) -> float:
-    top = law.topk(2, dim=-1).values
-    return float((top[..., 0] - top[..., 1]).min())

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from visacc.decoders.neighbour_tables import NeighbourTables
 from visacc.drafters import checkpoint as drafters
-from visacc.drafters.neighbours import cached_table, read_released
+from visacc.drafters.neighbours import cached_table
 from visacc.metrics.extractors.base import load_state
 from visacc.metrics.fvd_i3d import I3DFeatures
 from visacc.metrics.geneval.detectors import create as create_detector
@@ -54,6 +54,7 @@ from visacc.models.lpd.released import load_lpd
 from visacc.models.lpd.released import load_vq as load_lpd_vq
 from visacc.models.nbp import load_magvit2, load_nbp
 from visacc.models.shapes.train_util import load_checkpoint
+from visacc.reading import read_array
 from visacc.speculate import checkpoints as speculators
 from visacc.weights import read_weights
 
@@ -191,9 +192,6 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
     parts = (torch.rand(2, 6, 2, generator=g), torch.rand(2, 2, 6, generator=g), torch.rand(6, generator=g))
     NeighbourTables(((0, 0, -1), (0, -1, 0)), *parts, "print").save(root / "neighbours.safetensors")
     add("neighbour tables", root / "neighbours.safetensors", NeighbourTables.load)
-    table = np.random.default_rng(0).integers(0, 9, (9, 8)).astype(np.uint16)
-    np.save(root / "top_8_indices.npy", table)
-    add("released neighbours", root / "top_8_indices.npy", read_released)
     add("metric weights", saved(root / "w.pth", {"state_dict": {"a": torch.ones(3, 3)}}), load_state)
     save_asset(make_vq(), vq.config, root / "asset.safetensors", note="x")
     add("shipped weights", root / "asset.safetensors", read_asset)
@@ -208,7 +206,7 @@ NAMES = [
     "cosmos tokenizer", "taming", "image drafter, drafter, model.safetensors", "image drafter, drafter, config.json",
     "image drafter, released-drafter, pytorch_model.bin", "image drafter, released-drafter, config.json",
     *(f"{m} drafter, {f}" for m in METHODS for f in ("model.safetensors", "config.json")),
-    "neighbour tables", "released neighbours", "metric weights", "shipped weights", "training state",
+    "neighbour tables", "metric weights", "shipped weights", "training state",
 ]  # fmt: skip
 PICKLES = [
     "gpt, zip", "gpt, before zip", "vq, zip", "lpd", "lpd, vq", "nbp", "magvit2", "cosmos", "cosmos tokenizer", "taming",
@@ -323,9 +321,9 @@ def test_code_is_never_run(readers: dict[str, Reader], tmp_path: Path, name: str
 def test_code_in_arrays_is_never_run(tmp_path: Path) -> None:
     canary = Canary(tmp_path / "canary")
     assert sings(canary)
-    path = tmp_path / "top_8_indices.npy"
+    path = tmp_path / "codes.npy"
     np.save(path, np.array([canary] * 4, dtype=object), allow_pickle=True)
-    assert not outcome(lambda: read_released(path), path, "an array of objects")
+    assert not outcome(lambda: read_array(path), path, "an array of objects")
     assert not canary.sung
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from golden import leaf_paths
 from torch import Tensor
 
 from visacc.kernels import tree_verify
 from visacc.verify import DraftTree, Greedy, Lantern, LanternPP, TreeShape, verify
-from visacc.verify.policies import PUBLISHED, leaf_paths, ordered_paths, published_paths, static_tree
+from visacc.verify.policies import PUBLISHED, ordered_paths, published_paths, static_tree
 
 pytestmark = pytest.mark.golden
 

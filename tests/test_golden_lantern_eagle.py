@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from golden import as_released, golden_dir
+from golden import as_released, golden_dir, leaf_paths
 from safetensors.torch import load_file
 
 from visacc.drafters.checkpoint import load_drafter
@@ -15,7 +15,6 @@ from visacc.speculate.checkpoints import load_drafter as load_text_drafter
 from visacc.speculate.trees import DynamicTree
 from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
 from visacc.verify import GREEDY, DraftTree, TreeShape, verify
-from visacc.verify.policies import leaf_paths
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("_no_grad")]
 GOLDEN = golden_dir("lantern")

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from visacc.speculate.backbones import block_diagonal
 from visacc.speculate.checkpoints import infer_config, load_drafter, load_tensors
 from visacc.speculate.drafter import Drafter, DraftState, prompt_attention
 from visacc.speculate.losses import entropy_choice, kl_over_vocab, smooth_l1, soft_ce
@@ -230,6 +229,20 @@ def sar_drafter() -> tuple[Drafter, dict[str, Tensor]]:
     drafter = Drafter(infer_config(raw, weights, "flash"))
     load_tensors(drafter, weights)
     return drafter, load_file(GOLDEN / "flash/outputs.safetensors")
+
+
+def block_diagonal(x: Tensor, pad: float = 0.0) -> Tensor:
+    """FLASH's training layout: entry (j, i) of [B, L, K, D] -> row i L + i + j of [B, K L, D], gaps are
+    ``pad``.
+
+    Row r of block i then predicts the same position r for every offset i; predictions beyond L fall off.
+    """
+    batch, length, k, size = x.shape
+    rows = [
+        torch.cat([x.new_full((batch, min(i, length), size), pad), x[:, : max(length - i, 0), i]], dim=1)
+        for i in range(k)
+    ]
+    return torch.cat(rows, dim=1)
 
 
 def test_flash_semi_autoregressive_head() -> None:

@@ -27,12 +27,10 @@ from visacc.verify import (
     Grouped,
     Lantern,
     LanternPP,
+    TreeShape,
     Typical,
     verify,
     verify_chain,
-)
-from visacc.verify.policies import (
-    chain_tree,
 )
 
 # Arguments
@@ -108,7 +106,7 @@ def test_rules_reject_bad_options() -> None:
         verify(tree, p[:, :1], u=torch.zeros(1, 2), U=torch.zeros(1, 2).long())
     with pytest.raises(ValueError, match="q_kind must be one of"):
         verify(
-            DraftTree.of_shape(chain_tree(1), torch.zeros(1, 2).long(), q_kind="greedy"),
+            DraftTree.of_shape(TreeShape((-1, 0)), torch.zeros(1, 2).long(), q_kind="greedy"),
             p,
             u=torch.zeros(1, 2),
             U=torch.zeros(1, 2).long(),

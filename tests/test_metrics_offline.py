@@ -6,6 +6,7 @@ Skips without a network. About 180 MB once, then from the cache (VISACC_CACHE).
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from PIL import Image, ImageFilter
 import visacc.metrics as vm
 from visacc.metrics.geneval import Judge, create_detector, pairs, sample_path, scan, score_files, summarise
 from visacc.metrics.images import load_image, pil_to_tensor
-from visacc.metrics.offline import ASSETS, Unavailable, emoji_caption, fetch
+from visacc.metrics.offline import ASSETS, Unavailable, fetch
 from visacc.metrics.ridge_scorer import MiniLM, RidgeScorer
 
 pytestmark = pytest.mark.slow
@@ -48,6 +49,16 @@ def on_white(path: Path, side: int = 64) -> torch.Tensor:
     canvas = Image.new("RGBA", rgba.size, "white")
     canvas.alpha_composite(rgba)
     return pil_to_tensor(canvas.convert("RGB").resize((side, side), Image.Resampling.BICUBIC))
+
+
+def emoji_caption(file: Path) -> str | None:
+    """Unicode name of a single-character emoji picture in lower case; None for sequences (flags, skin
+    tones).
+    """
+    points = [int(p, 16) for p in Path(file).stem.split("-") if p != "fe0f"]
+    if len(points) != 1:
+        return None
+    return unicodedata.name(chr(points[0]), "").lower() or None
 
 
 def emoji(folder: Path, count: int) -> tuple[torch.Tensor, list[str]]:

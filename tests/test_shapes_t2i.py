@@ -31,10 +31,10 @@ from visacc.models.shapes.train_text import (
     Reader,
     binding,
     meaning,
+    pooled_features,
     taught,
     teach_binding,
     tune_text_encoder,
-    understood,
 )
 from visacc.models.shapes.train_util import Average, plateau, schedule
 from visacc.models.shapes.train_vq import VQ_CONFIG, VQModel, kmeans
@@ -149,6 +149,16 @@ def test_meaning_reads_number_colour_and_place():
         0,
     ]
     assert sum(int((~mask).sum()) for mask in taught()) == len(HELD_PAIRS) + len(HELD_COUNTS)
+
+
+@torch.no_grad()
+def understood(encoder, reader, prompts):
+    """Fraction of prompts of which every answer is read correctly."""
+    words, mask = tokenize(build_tokenizer(), [prompt["prompt"] for prompt in prompts])
+    answers = torch.tensor([meaning(prompt) for prompt in prompts])
+    logits = reader(pooled_features(encoder, words, mask))
+    right = [(part.argmax(-1) == answers[..., i]).all(1) for i, part in enumerate(logits)]
+    return float(torch.stack(right).all(0).float().mean())
 
 
 def test_tuning_teaches_the_text_encoder():

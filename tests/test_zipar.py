@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import pass_of, raster_plan
 from toy import TableModel
 
 from visacc.decoders import AR
-from visacc.decoders.plan import Feed, Pass, PlanDecoder, pack, raster_plan
+from visacc.decoders.plan import Feed, Pass, PlanDecoder, pack
 from visacc.decoders.zipar import ZipAR
 from visacc.decoders.zipar_plan import layout_rows, zipar_plan
 from visacc.engine import decode
@@ -34,7 +35,7 @@ def test_paper_passes(shape, window):
     lag = min(window, width)
     assert plan.passes == width + (height - 1) * lag
     expected = torch.arange(height)[:, None] * lag + torch.arange(width)
-    assert torch.equal(plan.pass_of.view(shape), expected)
+    assert torch.equal(pass_of(plan).view(shape), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,7 +65,7 @@ def test_every_cell_sees_what_the_lag_allows(mode, row_ends, window):
     lag = window - 1 if mode == "lumina" else window
     for r in range(1, height):
         for c in range(width):
-            step = int(plan.pass_of[cells[r, c]])
+            step = int(pass_of(plan)[cells[r, c]])
             column = int((plan.out_slot[step] == cells[r, c]).nonzero())
             node = int(plan.take[step, column])
             seen = plan.sees(step, slice(plan.n_in[step]))[node].nonzero()[:, 0].tolist()

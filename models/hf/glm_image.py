@@ -60,10 +60,6 @@ class PreviewLayout(Layout):
     def cell_slots(self) -> Tensor:
         return torch.arange(self.n_image) + self.n_preview
 
-    @cached_property
-    def slot_cells(self) -> Tensor:
-        return torch.cat([torch.full((self.n_preview,), -1), torch.arange(self.n_image)])
-
     def neighbour(self, dt: int = 0, dy: int = 0, dx: int = 0) -> Tensor:
         if dt not in (0, -1):
             raise ValueError("a picture with a preview has no frames")

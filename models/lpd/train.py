@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from visacc.models.fit import Fit, fit
@@ -30,18 +28,6 @@ def lr_at(
         return peak
     progress = (epoch - decay_from) / (epochs - decay_from)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def crop_adm(pixels: np.ndarray, size: int) -> np.ndarray:
-    """ADM's centre crop, uint8 [H, W, 3] -> [size, size, 3]: halve by box filter while twice too large, then bicubic."""
-    image = Image.fromarray(pixels)
-    while min(image.size) >= 2 * size:
-        image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
-    scale = size / min(image.size)
-    resized = (round(image.width * scale), round(image.height * scale))
-    array = np.asarray(image.resize(resized, resample=Image.Resampling.BICUBIC))
-    top, left = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
-    return array[top : top + size, left : left + size]
 
 
 #: the embedded model; as large as shipped weights may be

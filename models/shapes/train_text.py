@@ -9,7 +9,6 @@ which is all that LlamaGen's image tokens can see of a prefix without positions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,16 +74,6 @@ def pooled_features(encoder: Any, words: Tensor, mask: Tensor) -> Tensor:
     """Mean over the valid words of the encoder's features, [B, C]."""
     hidden = encoder(input_ids=words, attention_mask=mask).last_hidden_state
     return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-
-
-@torch.no_grad()
-def understood(encoder: Any, reader: Reader, prompts: Sequence[Metadata]) -> float:
-    """Fraction of prompts of which every answer is read correctly."""
-    words, mask = tokenize(build_tokenizer(), [prompt["prompt"] for prompt in prompts])
-    answers = torch.tensor([meaning(prompt) for prompt in prompts])
-    logits = reader(pooled_features(encoder, words, mask))
-    right = [(part.argmax(-1) == answers[..., i]).all(1) for i, part in enumerate(logits)]
-    return float(torch.stack(right).all(0).float().mean())
 
 
 def tune_text_encoder(

@@ -94,22 +94,6 @@ class NeighbourTables:
         return self.left.shape[1]
 
     @classmethod
-    def from_full(
-        cls,
-        tables: Tensor,
-        base: Tensor,
-        offsets: tuple[Offset, ...],
-        rank: int,
-        fingerprint: str,
-        guidance_scale: float,
-    ) -> NeighbourTables:
-        """Best rank-r factors of full tables [O, V, V] (see :func:`low_rank`)."""
-        if not 1 <= rank <= tables.shape[1]:
-            raise ValueError(f"rank must lie in 1..{tables.shape[1]} (the number of codes), got {rank}")
-        left, right = low_rank(tables.float(), rank)
-        return cls(offsets, left, right, base.float(), fingerprint, guidance_scale)
-
-    @classmethod
     def zeros(cls, model: ImageModel, rank: int = 1) -> NeighbourTables:
         """Empty tables: the correction does nothing."""
         vocab, count = model.layout.vocab, len(IMAGE_OFFSETS)
@@ -195,10 +179,3 @@ def gates(law: Tensor, probe: Tensor, mixer: Tensor) -> Tensor:
 def neighbour_slots(layout: Layout, offsets: tuple[Offset, ...]) -> Tensor:
     """int64 [O, total]: slot of the neighbour at each offset, -1 where there is none."""
     return torch.stack([layout.neighbour(*offset) for offset in offsets])
-
-
-def low_rank(tables: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Best rank-r factors [O, V, r] and [O, r, V] of full tables float32 [O, V, V], scale split evenly."""
-    u, s, vh = torch.linalg.svd(tables, full_matrices=False)
-    root = s[:, :rank].sqrt()
-    return (u[..., :rank] * root[:, None]).contiguous(), (root[..., None] * vh[:, :rank]).contiguous()

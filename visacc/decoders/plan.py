@@ -109,15 +109,6 @@ class PackedPlan:
         """Most vectors fed in one pass."""
         return max(self.n_in)
 
-    @property
-    def pass_of(self) -> Tensor:
-        """int64 [total]: the pass that decides each slot."""
-        result = torch.full((self.total,), -1, dtype=torch.int64)
-        which = torch.arange(self.passes)[:, None].expand_as(self.out_slot)
-        real = self.out_slot >= 0
-        result[self.out_slot[real]] = which[real]
-        return result
-
     def to(self, device: torch.device) -> PackedPlan:
         moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
@@ -210,13 +201,6 @@ def _check(total: int, passes: Sequence[Pass]) -> None:
         raise ValueError(f"plan: {total - len(known)} of {total} slots are never decided")
     if not passes or list(passes[0].decided) != [0] or passes[0].feeds:
         raise ValueError("plan: pass 0 is the prompt's: it decides slot 0 and feeds nothing")
-
-
-def raster_plan(layout: Layout) -> PackedPlan:
-    """Plain autoregressive decoding as a plan."""
-    passes = [Pass([], {0: 0})]
-    passes += [Pass([Feed(slot - 1, slot - 1)], {slot: 0}) for slot in range(1, layout.total)]
-    return pack(layout.total, passes)
 
 
 class PlanDecoder(Decoder):

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visacc.reading import read_array
 from visacc.weights import read_weights
 from visacc.writing import write_safetensors
 
@@ -114,13 +113,3 @@ def _write(path: Path, digest: str, table: NeighbourTable) -> None:
     tensors = {"neighbours": table.neighbours.cpu(), "distances": table.distances.cpu()}
     with suppress(OSError):
         write_safetensors(path, tensors, {"codebook": digest})
-
-
-def read_released(path: str | Path, k: int = K_MAX) -> Tensor:
-    """First k columns int32 of a released ``top_<n-1>_indices.npy`` (uint16, own code excluded)."""
-    table = read_array(path, mapped=True)
-    if table.ndim != 2 or table.dtype.kind not in "ui" or table.shape[1] != table.shape[0] - 1:
-        raise ValueError(f"{path} must be an integer table [n, n - 1], got {table.dtype} {table.shape}")
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < len(table):
-        raise ValueError(f"{path} names codes outside 0..{len(table) - 1}")
-    return torch.from_numpy(np.ascontiguousarray(table[:, :k]).astype(np.int32))

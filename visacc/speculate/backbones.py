@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,20 +112,6 @@ class SemiStack(nn.Module):
 
     def forward(self, x: Tensor, how: Attend) -> tuple[Tensor, Tensor | None]:
         return self.layers(x, how), None
-
-
-def block_diagonal(x: Tensor, pad: float = 0.0) -> Tensor:
-    """FLASH's training layout: entry (j, i) of [B, L, K, D] -> row i L + i + j of [B, K L, D], gaps are
-    ``pad``.
-
-    Row r of block i then predicts the same position r for every offset i; predictions beyond L fall off.
-    """
-    batch, length, k, size = x.shape
-    rows = [
-        torch.cat([x.new_full((batch, min(i, length), size), pad), x[:, : max(length - i, 0), i]], dim=1)
-        for i in range(k)
-    ]
-    return torch.cat(rows, dim=1)
 
 
 def make_backbone(c: DrafterConfig) -> nn.Module:

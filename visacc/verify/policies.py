@@ -88,49 +88,6 @@ def static_tree(paths: str | Iterable[Sequence[int]]) -> TreeShape:
     return TreeShape((-1, *(slot[path[:-1]] for path in nodes)))
 
 
-def chain_tree(length: int) -> TreeShape:
-    """`length` drafts one after the other."""
-    if length < 1:
-        raise ValueError(f"a chain needs at least one draft, got {length}")
-    return TreeShape(tuple(range(-1, length)))
-
-
-def regular_tree(*widths: int) -> TreeShape:
-    """Every node of level d has widths[d] children. Deep narrow trees suit sampled drafts: (2, 2, 1, 1)."""
-    if not widths or min(widths) < 1:
-        raise ValueError(f"every level needs at least one child, got {widths}")
-    paths: list[Path] = [()]
-    level: list[Path] = [()]
-    for width in widths:
-        level = [(*path, r) for path in level for r in range(width)]
-        paths += level
-    return static_tree(paths[1:])
-
-
-def leaf_paths(shape: TreeShape) -> list[list[int]]:
-    """Slots from the root to every leaf, padded with -1, in lexicographic order (the originals' retrieve
-    rows)."""
-    rows = []
-    for slot in range(shape.slots):
-        if shape.children[slot]:
-            continue
-        path, at = [], slot
-        while at >= 0:
-            path.append(at)
-            at = shape.parent[at]
-        rows.append(path[::-1])
-    rows.sort()
-    return [row + [-1] * (shape.max_depth + 1 - len(row)) for row in rows]
-
-
-def expansion_levels(shape: TreeShape) -> list[list[int]]:
-    """Slots that a drafter runs, level by level: those with children. The first level is the root alone."""
-    levels: list[list[int]] = [[] for _ in range(shape.max_depth)]
-    for slot in shape.internal:
-        levels[shape.depth[slot]].append(slot)
-    return levels
-
-
 def select_best(score: Tensor, parent: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `budget` best recorded nodes of every row (dynamic and block trees), closed under parents.
 
