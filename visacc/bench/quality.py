@@ -134,33 +134,3 @@ def distance_test(x: Tensor, reference: Tensor, *, permutations: int = 199, seed
         null.append(frechet_distance(both[order[:n]], both[order[n:]]))
     beyond = sum(value >= found for value in null)
     return DistanceTest(found, float(np.median(null)), (beyond + 1) / (permutations + 1), permutations)
-
-
-def detection_rate(
-    x: Tensor,
-    reference: Tensor,
-    spoiled: Tensor,
-    fraction: float,
-    *,
-    level: float = 0.05,
-    trials: int = 40,
-    permutations: int = 99,
-    seed: int = 0,
-) -> float:
-    """Power of :func:`distance_test`: how often it notices that ``fraction`` of the images in ``x`` are spoiled ones.
-
-    ``x`` and ``reference`` are taken for draws of one law: they are shuffled together and split anew in every trial, and
-    images of one half are replaced by ones from ``spoiled``. With ``fraction=0`` the rate is the false-alarm level.
-    """
-    g = torch.Generator().manual_seed(seed)
-    both, n, bad = torch.cat([x, reference]), len(x), round(fraction * len(x))
-    if bad > len(spoiled):
-        raise ValueError(f"{bad} spoiled images are needed for fraction {fraction}, got {len(spoiled)}")
-    hits = 0
-    for trial in range(trials):
-        order = torch.randperm(len(both), generator=g)
-        mixed = both[order[:n]].clone()
-        mixed[:bad] = spoiled[torch.randperm(len(spoiled), generator=g)[:bad]]
-        test = distance_test(mixed, both[order[n:]], permutations=permutations, seed=seed + trial)
-        hits += test.p_value <= level
-    return hits / trials
