@@ -79,10 +79,10 @@ class VideoModel(ImageModel):
             raise ValueError(f"{self.name} was loaded without a tokenizer: ask for output_type='codes'")
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes of whole clips (given frames included) [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
+        """Codes of whole clips as :meth:`complete` gives them [B, T, H, W] -> [B, T', 3, H', W'] in [0, 1]."""
         self.check_pixels()
         assert self.tokenizer is not None
-        return self.tokenizer.decode(self.video_codes(codes)).float().clamp(0, 1)
+        return self.tokenizer.decode(codes).float().clamp(0, 1)
 
 
 def check_clips(video: Tensor, stride: tuple[int, int, int]) -> None:

@@ -107,7 +107,7 @@ def test_rows_fail_alone(vlm: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--temperature", -1, "temperature must be 0 (greedy) or positive"),
+        ("--temperature", -1, "temperature must be 0 (greedy) or lie between"),
         ("--top-p", 0, "top_p must lie in (0, 1]"),
         ("--top-k", -3, "top_k must be 0 (off) or positive"),
         ("--repetition-penalty", 0, "repetition_penalty must be positive"),
@@ -155,9 +155,9 @@ def lpd(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("steps=0", "steps must be an integer of at least 1"),
         ("group_sizes=[1.5, 14.5]", "group_sizes must be a list of integers"),
         ("group_sizes=4", "group_sizes must be a list of integers, got 4"),
-        ("known=none", "known must be a list of integers"),
-        ("proximity=far", "proximity must be a number, got 'far'"),
-        ("repulsion=-1", "repulsion at least 0"),
+        ("known=middle", "known must be a list of integers"),
+        ("proximity=far", "proximity of decoder 'lpd' must be a finite number, got 'far'"),
+        ("repulsion=-1", "repulsion must be a finite number of at least 0"),
         ("guidance_schedule=cosine", "guidance_schedule must be one of linear, constant"),
         (f"known={[[9] * 4] * 4}", "codes of another tokenizer?"),
         (f"known={[[1] * 4] * 4}", "every cell is known"),

@@ -293,7 +293,8 @@ def test_train_command_with_captions(tmp_path: Any, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert call(*draw, "red cow", "-o", tmp_path / "out") == 2
     assert "writes id 9, the model knows 8 words: another tokenizer" in capsys.readouterr().err
-    assert call(*draw[:-4], "a cat", "-o", tmp_path / "out", "--model-option", "vq=none.pt") == 2
+    elsewhere = ["vq=none.pt" if str(word).startswith("vq=") else word for word in draw]
+    assert call(*elsewhere, "a cat", "-o", tmp_path / "out") == 2
     assert "none.pt does not exist" in capsys.readouterr().err
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     assert call("generate", 1, "-m", tmp_path / "other.safetensors", "-o", tmp_path / "out") == 2
@@ -320,3 +321,19 @@ def test_pipeline_with_given_codes() -> None:
     assert again.stats.forwards == 2
     with pytest.raises(ValueError, match="no option 'rho'"):
         pipe(1, rho=2)
+
+
+def test_given_codes_and_orders_follow_the_batches() -> None:
+    """One row an image of the whole call, however it is cut into batches."""
+    pipe = TextToImagePipeline(build(), "lpd", steps=4, repulsion=1)
+    known = torch.full((5, GRID, GRID), -1)
+    known[:, 0] = torch.arange(5 * GRID).view(5, GRID) % 24
+    free = torch.arange(GRID, GRID**2)
+    orders = torch.stack([free.roll(i) for i in range(5)])
+    call: dict[str, Any] = {"seed": [4] * 5, "known": known, "orders": orders, "output_type": "codes"}
+    whole = pipe([1] * 5, batch_size=5, **call).codes
+    assert torch.equal(whole[:, 0, 0], known[:, 0])
+    for size in (1, 2):
+        assert torch.equal(pipe([1] * 5, batch_size=size, **call).codes, whole)
+    with pytest.raises(ValueError, match="known is given for 5 images, the call makes 10"):
+        pipe([1] * 10, batch_size=5, seed=1, known=known, output_type="codes")

@@ -307,3 +307,24 @@ def test_promised_masks_are_the_real_ones(block: int, given: int, check: int) ->
     assert promised
     assert all(promised)
     assert not made.stats.unfinished
+
+
+def test_joint_ids_reach_the_tokenizer_as_video_codes() -> None:
+    """Ids of the joint vocabulary become codes once, on the way to the tokenizer."""
+    plain = build()
+    model = NBPModel(plain.net, joint_ids=True, defaults={})
+    seen: list[Tensor] = []
+
+    class Recorder:
+        codebook_size = 24
+
+        def decode(self, codes: Tensor) -> Tensor:
+            seen.append(codes)
+            return torch.zeros(len(codes), 3, 3, 4, 4)
+
+    model.tokenizer = Recorder()  # type: ignore[assignment]
+    cond = condition(model, 2)
+    joint = torch.arange(2 * 48).view(2, 3, 4, 4) % 24 + model.net.config.video_shift
+    whole = model.complete(cond, joint)
+    model.decode(whole)
+    assert torch.equal(seen[0], torch.arange(2 * 48).view(2, 3, 4, 4) % 24)

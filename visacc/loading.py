@@ -14,7 +14,7 @@ from visacc.decoders.base import Decoder
 from visacc.models.base import ImageModel
 from visacc.pipeline import TextToImagePipeline
 from visacc.reading import read_object
-from visacc.registry import model_plugins, unknown
+from visacc.registry import make_decoder, model_plugins, unknown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,6 +61,8 @@ def load(
         raise ValueError(f"{', '.join(own)}: no option of a model's loader but an argument of its own")
     if device_map is not None:
         options["device_map"] = device_map
+    # a mistake in the decoder's name or options should not cost the time that weights take
+    make_decoder(decoder, **{k: v for k, v in decoder_options.items() if (k, v) != ("window", "auto")})
     if shard and compile:
         raise ValueError("a sharded model cannot be compiled: load it with shard or with compile")
     model = load_model(
@@ -149,7 +151,7 @@ def known_models() -> dict[str, str]:
     found = {name: (loader.__doc__ or "").strip().splitlines()[0] for name, loader in EMBEDDED.items()}
     found |= {name: str(entry) for name, entry in RELEASED.items() if entry.kind != "vq"}
     found |= lpd_models()
-    return found | dict.fromkeys(model_plugins(), "added by a plug-in")
+    return dict.fromkeys(model_plugins(), "added by a plug-in") | found  # a built-in name wins, as in loading
 
 
 def _is_llamagen(path: Path) -> bool:

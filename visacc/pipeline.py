@@ -188,6 +188,7 @@ class TextToImagePipeline:
         def work(start: int, stop: int) -> tuple[DecodeResult, Tensor | None]:
             part = slice(start, stop)
             cond = self.model.encode(prompts[part], negative[part] if negative else None)
+            engine.images = (start, stop, len(prompts))
             done, size = start * self.model.layout.total, stop - start
             result = decode(
                 self.model,
@@ -244,7 +245,7 @@ class TextToImagePipeline:
         return engine
 
     def _prompts(self, prompt: Any, repeat: int) -> list[Any]:
-        many = [prompt] if isinstance(prompt, (str, int)) else prompt
+        many = [prompt] if isinstance(prompt, (str, int, Tensor)) else prompt
         if not isinstance(many, (list, tuple)) or not many:
             raise ValueError(
                 f"prompt must be a text, a class label or a non-empty list of them, got {prompt!r}"
@@ -265,6 +266,8 @@ class TextToImagePipeline:
             return None
         if isinstance(negative, str):
             return [negative] * count
+        if not isinstance(negative, (list, tuple)) or not all(isinstance(n, str) for n in negative):
+            raise ValueError(f"negative_prompt must be a text or a list of texts, got {negative!r}")
         many = [n for n in negative for _ in range(repeat)]
         if len(many) != count:
             raise ValueError(
@@ -307,6 +310,10 @@ def _is_token_ids(prompt: Any) -> bool:
 
 def image_seeds(seed: int | Sequence[int] | None, generator: torch.Generator | None, count: int) -> list[int]:
     """One seed per image. Image 0 of a call with ``seed=s`` has seed s, image i a seed derived from (s, i)."""
+    if seed is not None and generator is not None:
+        raise ValueError("give a seed or a generator, not both")
+    if isinstance(seed, (np.ndarray, Tensor)):
+        seed = seed.tolist()
     if seed is None:
         if generator is not None:
             seed = int(torch.randint(1 << 62, (1,), generator=generator, device=generator.device))
@@ -314,10 +321,13 @@ def image_seeds(seed: int | Sequence[int] | None, generator: torch.Generator | N
             seed = secrets.randbits(31)
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         return [int(seed)] + [sample_seed(int(seed), i) for i in range(1, count)]
-    if isinstance(seed, (list, tuple)) and all(isinstance(s, int) and not isinstance(s, bool) for s in seed):
+    whole = (int, np.integer)
+    if isinstance(seed, (list, tuple)) and all(
+        isinstance(s, whole) and not isinstance(s, bool) for s in seed
+    ):
         if len(seed) != count:
             raise ValueError(f"{count} images need one seed or {count} seeds, got {len(seed)}")
-        return list(seed)
+        return [int(s) for s in seed]
     raise ValueError(f"seed must be an integer or a list of integers, got {seed!r}")
 
 

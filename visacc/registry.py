@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+import numpy as np
 
 from visacc.decoders.base import Decoder
 
@@ -127,10 +130,51 @@ def make_decoder(decoder: str | Decoder, **options: Any) -> Decoder:
     wrong = sorted(set(options) - set(entry.options))
     if wrong:
         known = ", ".join(f"{k}={v!r}" for k, v in entry.options.items()) or "none"
+        close = difflib.get_close_matches(wrong[0], [*entry.options, *_CALL], n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"decoder {entry.name!r} has no option {', '.join(map(repr, wrong))} (its options: {known})"
+            f"decoder {entry.name!r} has no option {', '.join(map(repr, wrong))}{hint} (its options: {known})"
         )
-    return entry.cls(**options)
+    options = {name: v.item() if isinstance(v, np.generic) else v for name, v in options.items()}
+    _check_kinds(entry, options)
+    try:
+        return entry.cls(**options)
+    except TypeError as error:  # values of a kind that the decoder did not expect
+        given = ", ".join(f"{name}={value!r:.60}" for name, value in options.items())
+        raise ValueError(f"decoder {entry.name!r} refuses its options ({given}): {error}") from error
+
+
+_CALL = (
+    "guidance_scale",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "batch_size",
+    "negative_prompt",
+    "output_type",
+)
+"""Arguments of a pipeline's call that are misspelt more often than options of a decoder."""
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "an integer"),
+    "float": ((int, float), "a finite number"),
+    "str": ((str,), "a text"),
+}
+
+
+def _check_kinds(entry: DecoderEntry, options: dict[str, Any]) -> None:
+    """Options whose constructor declares a plain type must have it: "false" is no boolean."""
+    parameters = inspect.signature(entry.cls.__init__).parameters
+    for name, value in options.items():
+        declared = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation))
+        kind, _, rest = declared.partition(" | ")
+        if kind not in _KINDS or rest not in ("", "None") or (rest and value is None):
+            continue
+        types, words = _KINDS[kind]
+        fits = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+        if not fits or (kind == "float" and not math.isfinite(value)):
+            raise ValueError(f"{name} of decoder {entry.name!r} must be {words}, got {value!r}")
 
 
 def model_plugins() -> dict[str, Callable[..., Any]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, f.name, value := value.item())
             integral = f.name in ("top_k", "guidance_interval")
             if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)):
                 kind = "an integer" if integral else "a number"

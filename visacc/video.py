@@ -22,7 +22,7 @@ from visacc.pipeline import batch_progress, image_seeds, positive, settings_of
 from visacc.registry import make_decoder
 from visacc.sampling import SamplingParams
 from visacc.stats import DecodeStats
-from visacc.video_io import to_frames, write_clip
+from visacc.video_io import check_fps, to_frames, write_clip
 
 OUTPUT_TYPES = ("np", "pil", "pt", "codes")
 
@@ -71,7 +71,7 @@ class _VideoPipeline:
     ) -> None:
         if not isinstance(model, VideoModel):
             raise ValueError(f"{model.name} is no video model")
-        self.model, self.fps = model, fps
+        self.model, self.fps = model, check_fps(fps)
         self.set_decoder(decoder, **options)
 
     def set_decoder(self, decoder: str | Decoder, **options: Any) -> None:
@@ -150,7 +150,8 @@ class TextToVideoPipeline(_VideoPipeline):
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         if not texts or not all(isinstance(t, str) and t.strip() for t in texts):
             raise ValueError(f"prompt must be a non-empty text or a list of them, got {prompt!r}")
-        return self._run([VideoPrompt(t) for t in texts for _ in range(num_videos_per_prompt)], **call)
+        repeat = positive("num_videos_per_prompt", num_videos_per_prompt)
+        return self._run([VideoPrompt(t) for t in texts for _ in range(repeat)], **call)
 
 
 class VideoContinuationPipeline(_VideoPipeline):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def check_clip(clip: Any) -> Clip:
     return array
 
 
+def check_fps(fps: float) -> float:
+    """Frames a second, if they are a number that players and formats can take."""
+    number = isinstance(fps, (int, float)) and not isinstance(fps, bool)
+    if not (number and math.isfinite(fps) and 0.01 <= fps <= 1000):
+        raise ValueError(f"fps must lie between 0.01 and 1000, got {fps!r}")
+    return fps
+
+
 def enlarge(clip: Clip, side: int) -> Clip:
     """Repeat pixels of small clips until the shorter side reaches about ``side`` (never shrinks)."""
     factor = max(1, side // min(clip.shape[1:3]))
@@ -52,7 +61,7 @@ def write_mp4(clip: Clip, path: str | Path, fps: float = 8, *, side: int = 256) 
     Args:
         side: small clips are enlarged by whole factors to about this many pixels; 0 keeps their size.
     """
-    av = _av()
+    av, rate = _av(), Fraction(check_fps(fps)).limit_denominator(1000)
     clip = check_clip(clip)
     clip = enlarge(clip, side) if side else clip
     # chroma is stored at half resolution, so odd sides get one repeated line
@@ -61,7 +70,7 @@ def write_mp4(clip: Clip, path: str | Path, fps: float = 8, *, side: int = 256) 
 
     def write(part: Path) -> None:
         with av.open(str(part), "w", format="mp4") as container:
-            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1000))
+            stream = container.add_stream(codec, rate=rate)
             stream.width, stream.height, stream.pix_fmt = clip.shape[2], clip.shape[1], "yuv420p"
             if codec == "libx264":
                 stream.options = {"crf": "12"}
@@ -79,7 +88,7 @@ def write_gif(clip: Clip, path: str | Path, fps: float = 8, *, side: int = 256) 
     strip = Image.fromarray(clip.reshape(-1, *clip.shape[2:]))
     palette = strip.quantize(256, method=Image.Quantize.MEDIANCUT)
     frames = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in clip]
-    duration = max(20, round(1000 / fps))
+    duration = max(20, round(1000 / check_fps(fps)))
 
     def write(part: Path) -> None:
         frames[0].save(part, format="GIF", save_all=True, append_images=frames[1:], duration=duration, loop=0)

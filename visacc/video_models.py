@@ -56,6 +56,15 @@ def load_video_model(
 
     name = str(name_or_path)
     if name in embedded.NAMES:
+        files = {
+            "file": file,
+            "tokenizer": tokenizer,
+            "text_tokenizer": text_tokenizer,
+            "text_encoder": text_encoder,
+        }
+        given = [key for key, value in files.items() if value is not None]
+        if given:
+            raise ValueError(f"{name} is embedded and brings everything along: leave {', '.join(given)} out")
         return embedded.load(name, given_frames=given_frames or 0, device=device, dtype=dtype)
     if name in RELEASED:
         if file is None:
@@ -87,7 +96,9 @@ def _load_cosmos(
     read = None
     if expected.text and text_encoder is not None:
         read = t5_reader(text_encoder, device)
-    return CosmosModel(net, video, given_frames=given_frames or 2, read_texts=read, name=name)
+    return CosmosModel(
+        net, video, given_frames=2 if given_frames is None else given_frames, read_texts=read, name=name
+    )
 
 
 def _load_nbp(

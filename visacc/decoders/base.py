@@ -64,6 +64,8 @@ class Decoder(ABC):
     needs_hidden: bool = False
     fixed_shape: bool = False
     api_version: ClassVar[int] = 1
+    images: tuple[int, int, int] | None = None
+    """First image of the next batch, the one behind its last, images of the whole call; set by the pipeline."""
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor | None] = {}

@@ -91,7 +91,7 @@ class GSD(Jacobi):
         assert book is not None
         self.rule = Grouped(
             book.to(run.device).float(),
-            self.group_size,
+            min(self.group_size, len(book)),
             self.prob_threshold,
             self.distance_threshold,
             self.official_edges,

@@ -55,7 +55,7 @@ class LPD(Decoder):
             "constant" uses it everywhere.
         group_sizes: tokens per step in place of ``steps``.
         orders: generation order(s), raster indices [N] for all images or [B, N]; ``None`` draws one per image from the
-            image's seed.
+            image's seed. B counts the images of the whole call.
         known: codes to keep, int64 [h, w] for all images or [B, h, w], -1 where a code is to be generated (in- and
             outpainting, editing). The same cells must be given in every image.
     """
@@ -83,8 +83,9 @@ class LPD(Decoder):
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
         for name, value in (("repulsion", repulsion), ("proximity", proximity)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
         self.steps, self.repulsion, self.proximity = steps, repulsion, proximity
         self.guidance_schedule = guidance_schedule
         self._groups = None if group_sizes is None else tuple(_integers("group_sizes", group_sizes).tolist())
@@ -145,16 +146,22 @@ class LPD(Decoder):
         context = tokens = torch.empty(batch, 0, dtype=torch.long, device=run.device)
         if self._offset:
             assert self._known is not None
-            codes = self._known.reshape(-1, layout.total).to(run.device)
-            if len(codes) not in (1, batch):
-                raise ValueError(f"known holds codes of {len(codes)} images, the batch has {batch}")
-            codes = codes.expand(batch, -1)
+            codes = self._of_batch("known", self._known.reshape(-1, layout.total), batch).to(run.device)
             run.sequence = torch.where(given, codes, run.sequence)
             run.filled = run.filled | given
             run.count = run.count + self._offset
             run.low = run.high = self._offset
             context, tokens = cells.expand(batch, -1), codes[:, cells]
         return self._proposal(run, context, tokens)
+
+    def _of_batch(self, name: str, rows: Tensor, batch: int) -> Tensor:
+        """The rows [batch, N] of this batch's images; one row stands for every image."""
+        if len(rows) == 1:
+            return rows.expand(batch, -1)
+        start, stop, count = self.images or (0, batch, batch)
+        if len(rows) != count:
+            raise ValueError(f"{name} is given for {len(rows)} images, the call makes {count}")
+        return rows[start:stop]
 
     def _make_orders(self, run: Run, sizes: tuple[int, ...], known: list[int]) -> Tensor:
         layout = run.layout
@@ -171,8 +178,8 @@ class LPD(Decoder):
                 for seed in run.noise.seeds.tolist()
             ]
             return torch.tensor(drawn, device=run.device)
-        orders = self._orders.to(run.device).long()
-        orders = orders.expand(run.batch, -1) if orders.ndim == 1 else orders
+        orders = torch.atleast_2d(self._orders)
+        orders = self._of_batch("orders", orders, run.batch).to(run.device)
         free = layout.total - len(known)
         if orders.shape != (run.batch, free):
             raise ValueError(f"orders must be [{free}] or [{run.batch}, {free}], got {tuple(orders.shape)}")

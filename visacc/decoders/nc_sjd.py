@@ -75,6 +75,8 @@ class NCSJD(Jacobi):
     ) -> None:
         if coupling == "independent":
             raise ValueError("nc-sjd couples its redraws: choose maximal, gumbel or gumbel-exact")
+        if not isinstance(tables, (str, Path, NeighbourTables, Witness)):
+            raise ValueError(f"tables must be 'auto', 'online', a file or tables, got {tables!r}")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank must be an integer of at least 1, got {rank!r}")
         super().__init__(window, coupling, "random" if fresh == "tables" else fresh)

@@ -54,6 +54,10 @@ def pac_shape(window: int, branching: int, depth: int) -> tuple[TreeShape, tuple
     return TreeShape(tuple(parent)), tuple(rank), tuple(path)
 
 
+WIDEST = 1 << 14
+"""Window beyond which its masks, quadratic in it, are taken for a mistake."""
+
+
 def tree_nodes(branching: int, depth: int) -> int:
     """Nodes of the tree before the chain, the root included."""
     return sum(branching**d for d in range(depth))
@@ -81,6 +85,12 @@ class SJDPAC(Jacobi):
         for label, value in (("branching", branching), ("depth", depth)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
                 raise ValueError(f"{label} must be an integer of at least 2, got {value!r}")
+        if window > WIDEST:
+            raise ValueError(f"window must be at most {WIDEST}, got {window}")
+        if depth > window.bit_length():  # even a tree of branching 2 has more nodes than the window, by far
+            raise ValueError(
+                f"a tree of depth {depth} does not fit into a window of {window}; lower the depth"
+            )
         if branching is None:
             fitting = [k for k in (4, 3, 2) if 2 * tree_nodes(k, depth) <= window]
             branching = fitting[0] if fitting else 2

@@ -7,13 +7,14 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from visacc.eval.prompts import PromptSet
 from visacc.metrics.protocol import digest
 from visacc.reading import read_text
+from visacc.sampling import SamplingParams
 
 _KEYS = {
     "output": "folder of the run",
@@ -25,7 +26,7 @@ _KEYS = {
     "samples_per_prompt": "images per prompt (1)",
     "seed": "base seed (0)",
     "batch_size": "images decoded together (8)",
-    "sampling": "guidance_scale, temperature, top_k, top_p",
+    "sampling": "guidance_scale, temperature, top_k, top_p, guidance_interval",
     "decoders": "name -> {decoder: ..., options}, or a list; list-valued options span a grid",
     "metrics": "list of {metric: ..., options}",
     "baseline": "name of the decoder others are compared with (the first)",
@@ -147,6 +148,12 @@ def parse(data: Any, *, output: str | Path | None = None, base: Path = Path()) -
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{key} must be a positive integer, got {value!r}")
     _check_kinds(data)
+    if "pipeline" not in data:  # another library's pipeline has names of its own
+        allowed = [f.name for f in fields(SamplingParams)]
+        foreign = [k for k in data.get("sampling", {}) if k not in allowed]
+        if foreign:
+            raise ValueError(f"unknown sampling option {foreign[0]!r}; known: {', '.join(allowed)}")
+        SamplingParams(**data.get("sampling", {}))
     if "pipeline" in data and "model" in data:
         raise ValueError("give either `model` or `pipeline`, not both")
     metrics = [{"metric": m} if isinstance(m, str) else m for m in data.get("metrics", [])]
