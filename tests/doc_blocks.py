@@ -6,6 +6,9 @@ A mark is an HTML comment on the line before a Python block:
   name it takes from visacc must exist.
 - ``<!-- runs with: path -->``: the block needs trained weights that may not be in this checkout; it runs where the
   file exists and is treated as the one above where it does not.
+- ``<!-- stand-ins: reason -->``: the block names released checkpoints; it runs on those that tests/doc_runs.py puts in
+  their places.
+- ``<!-- processes: 2 -->``: the block is a program of its own, which as many processes run.
 
 Everything else runs, block after block in one namespace per page.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -26,8 +30,10 @@ import click
 import pytest
 import typer
 
+import visacc
 from visacc.bench.run import parse_entry
 from visacc.cli import app
+from visacc.loading import known_models
 from visacc.registry import decoder_entry
 
 if sys.version_info >= (3, 11):
@@ -40,7 +46,7 @@ PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").r
 PLUGINS = ("replay",)
 """Decoders that examples/ brings; tests/test_examples.py installs and runs them."""
 SHELLS = ("", "bash", "sh", "shell", "console")
-_MARK = re.compile(r"<!--\s*(not run|runs with):\s*(.+?)\s*-->")
+_MARK = re.compile(r"<!--\s*(not run|runs with|stand-ins|processes):\s*(.+?)\s*-->")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -63,7 +69,7 @@ class Block:
         if self.mark is None:
             return True
         kind, argument = self.mark
-        return kind == "runs with" and (ROOT / argument).exists()
+        return kind == "stand-ins" or (kind == "runs with" and (ROOT / argument).exists())
 
 
 def blocks(page: Path) -> list[Block]:
@@ -92,15 +98,22 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def processes(block: Block) -> int:
+    """How many processes run the block as a program; 0 for a block that is none."""
+    return int(block.mark[1]) if block.mark is not None and block.mark[0] == "processes" else 0
+
+
 def python_blocks(page: Path) -> list[Block]:
     return [b for b in blocks(page) if b.language == "python"]
 
 
 def check_names(block: Block) -> None:
-    """Compile a block, import what it imports from visacc and look up every ``visacc.name``."""
+    """Compile a block, import what it takes from visacc, look up every ``visacc.name`` and check the calls of loaders."""
     tree = ast.parse(block.text, block.where)
     compile(tree, block.where, "exec")
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            check_call(node, block.where)
         if isinstance(node, ast.Import):
             for name in (a.name for a in node.names if a.name.split(".")[0] == "visacc"):
                 importlib.import_module(name)
@@ -114,6 +127,28 @@ def check_names(block: Block) -> None:
         ):
             module = importlib.import_module("visacc")
             assert has(module, node.attr), f"{block.where}: visacc has no {node.attr}"
+
+
+def check_call(call: ast.Call, where: str) -> None:
+    """A call of a loader with a decoder's name: the decoder and its options exist, and so does a model's plain name."""
+    loaders: dict[str, Any] = {
+        "visacc.load": visacc.load,
+        "visacc.attach": visacc.attach,
+        "visacc.ARImagePipeline.from_pretrained": None,  # of diffusers; takes what its base class takes
+    }
+    name = ast.unparse(call.func)
+    if name not in loaders:
+        return
+    words = [a.value for a in call.args if isinstance(a, ast.Constant)]
+    given = {k.arg: k.value for k in call.keywords if k.arg}
+    if name == "visacc.load" and words and re.fullmatch(r"[\w-]+", str(words[0])):
+        own = str(words[0]).startswith("my-")  # a reader's own
+        assert own or words[0] in known_models(), f"{where}: no model is called {words[0]!r}"
+    decoder = given.get("decoder", call.args[1] if len(call.args) > 1 else None)
+    if isinstance(decoder, ast.Constant) and loaders[name] is not None:
+        known = {*decoder_entry(decoder.value).options, *inspect.signature(loaders[name]).parameters}
+        wrong = given.keys() - known
+        assert not wrong, f"{where}: {name} with decoder {decoder.value} takes no {', '.join(sorted(wrong))}"
 
 
 def has(module: Any, name: str) -> bool:

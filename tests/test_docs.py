@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,24 @@ from doc_blocks import (
     check_command,
     check_names,
     commands,
+    processes,
     python_blocks,
     shell_commands,
     visacc_arguments,
 )
+from doc_runs import LEFT_OUT, SHELL_PAGES, run_page
+from launch import torchrun
 
+from visacc import registry
 from visacc.registry import decoder_entries
 
-MARKED = [b for page in PAGES for b in python_blocks(page) if not b.runs]
-RUNNING = [page for page in PAGES if any(b.runs for b in python_blocks(page))]
+SEVERAL = [b for page in PAGES for b in python_blocks(page) if processes(b)]
+MARKED = [b for page in PAGES for b in python_blocks(page) if not b.runs and b not in SEVERAL]
+RUNNING = [
+    page
+    for page in PAGES
+    if page.relative_to(ROOT).as_posix() in SHELL_PAGES or any(b.runs for b in python_blocks(page))
+]
 COMMANDS = [c for page in PAGES for c in commands(page)]
 
 
@@ -33,16 +44,36 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture
+def fresh_plugins() -> Iterator[None]:
+    """A page may install a package with a decoder; it is gone again afterwards."""
+    registry._plugins.cache_clear()
+    yield
+    registry._plugins.cache_clear()
+    sys.modules.pop("visacc_replay", None)
+
+
 @pytest.mark.parametrize("page", RUNNING, ids=name_of)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__doc__"}
-    for block in python_blocks(page):
-        check_names(block)
-        if block.runs:
-            # padded, so that a traceback names the line of the page
-            source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, str(page), "exec"), namespace)
+@pytest.mark.usefixtures("fresh_plugins")
+def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ran = run_page(page, tmp_path, monkeypatch)
+    if name_of(page) in SHELL_PAGES:
+        assert any("visacc" in line for line in ran)
+
+
+@pytest.mark.parametrize("block", SEVERAL, ids=lambda b: b.where)
+def test_programs_of_several_processes_run(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(block.text)
+    done = torchrun("program.py", processes=processes(block), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_is_left_out_is_still_there() -> None:
+    for start, reason in LEFT_OUT:
+        assert len(reason) > 3
+        assert any(
+            shlex.join(c.words).startswith(start) for c in COMMANDS if c.where.split(":")[0] in SHELL_PAGES
+        ), start
 
 
 @pytest.mark.parametrize("block", MARKED, ids=lambda b: b.where)
@@ -88,6 +119,20 @@ def test_wrong_commands_are_found(line: str, message: str) -> None:
     (command,) = shell_commands(line, "here")
     with pytest.raises((AssertionError, ValueError), match=message):
         check_command(command)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('visacc.load("llamagen-t2i-xl-521")', "llamagen-t2i-xl-521"),
+        ('visacc.load("shapes-t2i", "zipar", windw=3)', "windw"),
+        ('visacc.load("a/b", decoder="mc-sdj")', "mc-sdj"),
+        ('visacc.attach(model, decoder="sjd", procesor=processor)', "procesor"),
+    ],
+)
+def test_wrong_calls_are_found(text: str, message: str) -> None:
+    with pytest.raises((AssertionError, ValueError), match=message):
+        check_names(Block(ROOT / "README.md", 1, "python", text + "\n"))
 
 
 # ---- completeness -----------------------------------------------------------------------------------------
@@ -165,6 +210,21 @@ def test_the_matrix_of_the_guide_is_the_programs() -> None:
     marks = matrix()
     assert families == list(marks)
     assert shown == {d: {f: marks[f][d] for f in families} for d in builtin()}
+
+
+def test_the_design_names_every_module_and_nothing_else() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:visacc|models|kernels|metrics|tests)/[\w./*]*)`", text)
+    assert len(named) > 30
+    for path in named:
+        assert list(ROOT.glob(path.rstrip("/"))), f"ARCHITECTURE.md: no {path}"
+    found = {match.relative_to(ROOT) for path in named for match in ROOT.glob(path.rstrip("/"))}
+    code = ROOT / "visacc"
+    modules = {p for p in code.glob("*.py") if not p.name.startswith("__")} | {
+        p.parent for p in code.glob("*/__init__.py")
+    }
+    missing = {p.relative_to(ROOT) for p in modules} - found
+    assert not missing, f"ARCHITECTURE.md does not name {', '.join(sorted(map(str, missing)))}"
 
 
 # ---- the site ---------------------------------------------------------------------------------------------
