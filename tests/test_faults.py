@@ -16,9 +16,9 @@ import pytest
 import torch
 from eval_runs import config, fingerprints
 from fault_runs import generate, names, visacc
+from llamagen_tiny import make_vq
 from PIL import Image
 from test_eagle import drafter_for
-from test_llamagen_files import make_vq
 from test_vlm_generate import drafter as vlm_drafter
 from tiny import save_tiny, tiny_llamagen
 

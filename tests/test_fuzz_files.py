@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzzing import Canary, as_bytes, bent, damaged, memory_bound, noise, outcome, sings, survive
+from llamagen_tiny import make_text
 from PIL import Image
-from test_llamagen_files import make_text
 
 from visacc.eval.reference import is_statistics, open_images
 from visacc.metrics.images import ImageFolder, file_sizes, load_image

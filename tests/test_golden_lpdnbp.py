@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from golden import golden_dir
-from safetensors.torch import load_file
+from lpdnbp_cases import ROOT, Recorder, close, config, cosmos_net, nbp_net, tensors
 from torch import Tensor
 
 from visacc.decoders.ar import AR
@@ -22,60 +21,20 @@ from visacc.kernels import process_logits
 from visacc.metrics.frechet import frechet_from_features
 from visacc.metrics.fvd import VideoProtocol, crop_resize, preprocess
 from visacc.metrics.fvd_i3d import I3D
-from visacc.models.base import ImageModel
 from visacc.models.cosmos.haar import patch, unpatch
 from visacc.models.cosmos.positions import Yarn, absolute_table, rope_frequencies, rope_tables
-from visacc.models.cosmos.released import load_cosmos
 from visacc.models.cosmos.tokenizer import TokenizerConfig, load_tokenizer
-from visacc.models.cosmos.transformer import Cosmos
 from visacc.models.llamagen.vq import VQConfig
 from visacc.models.lpd import LPDModel, load_lpd, load_vq, lpd_order, resize_positions, training_mask
 from visacc.models.lpd.train import lr_at
 from visacc.models.nbp.adapter import NBPModel
 from visacc.models.nbp.fsq import FSQ
-from visacc.models.nbp.gpt import NBP as NBPNet
 from visacc.models.nbp.gpt import block_mask, input_ids
 from visacc.models.nbp.magvit2 import Magvit2Config, load_magvit2
-from visacc.models.nbp.released import load_nbp, right_padded, ucf_text
+from visacc.models.nbp.released import right_padded, ucf_text
 from visacc.sampling import SamplingParams
 
 pytestmark = pytest.mark.golden
-ROOT = golden_dir("lpdnbp")
-
-
-def config(folder: str) -> dict[str, Any]:
-    return json.loads((ROOT / f"{folder}/config.json").read_text())
-
-
-def tensors(folder: str, file: str = "io.safetensors") -> dict[str, Tensor]:
-    return load_file(ROOT / f"{folder}/{file}")
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
-    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
-
-
-class Recorder:
-    """Collects the logits of every forward that a decode makes, conditional and unconditional."""
-
-    def __init__(self, model: ImageModel) -> None:
-        self.outputs: list[Any] = []
-        for name in ("prefill", "open", "forward"):
-            setattr(model, name, self._wrap(getattr(model, name)))
-
-    def _wrap(self, call: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            self.outputs.append(result[1] if isinstance(result, tuple) else result)
-            return result
-
-        return wrapped
-
-    def logits(self) -> Tensor:
-        return torch.cat([o.logits for o in self.outputs], dim=1)
-
-    def uncond(self) -> Tensor:
-        return torch.cat([o.uncond for o in self.outputs], dim=1)
 
 
 # ---- LPD ------------------------------------------------------------------------------------------------------
@@ -194,18 +153,6 @@ def test_lpd_extras() -> None:
 # ---- NBP ------------------------------------------------------------------------------------------------------
 
 
-def nbp_net(folder: str) -> NBPNet:
-    cfg = config(folder)
-    return load_nbp(
-        ROOT / f"{folder}/checkpoint.ckpt",
-        heads=cfg["n_head"],
-        grid=tuple(cfg["latent"]),
-        block=cfg["token_number_per_step"],
-        video_vocab=cfg["video_vocab"],
-        text_vocab=cfg["text_vocab"],
-    )
-
-
 @pytest.mark.parametrize("folder", ["nbp_hybrid", "nbp_frame", "nbp_ntp"])
 def test_nbp_training_forward(folder: str) -> None:
     io, net = tensors(folder), nbp_net(folder)
@@ -282,21 +229,6 @@ def test_nbp_magvit2() -> None:
 
 
 # ---- Cosmos ---------------------------------------------------------------------------------------------------
-
-
-def cosmos_net(folder: str) -> Cosmos:
-    cfg = config(folder)
-    yarn = None
-    if cfg["apply_yarn"]:
-        yarn = Yarn(
-            tuple(cfg["original_latent_shape"]),
-            cfg["yarn_scale"],
-            cfg["yarn_beta_fast"],
-            cfg["yarn_beta_slow"],
-        )
-    return load_cosmos(
-        ROOT / f"{folder}/model.pt", dtype=torch.float32, grid=tuple(cfg["video_latent_shape"]), yarn=yarn
-    )
 
 
 @pytest.mark.parametrize("folder", ["cosmos_base", "cosmos_video2world_yarn"])

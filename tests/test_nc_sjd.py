@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from laws import ALPHA, LAYOUTS, Script, ScriptedNoise, chi_square, enumerate_law
 from neighbour_cases import random_tables
-from test_exact_jacobi import ALPHA, LAYOUTS, Script, ScriptedNoise, chi_square, enumerate_law
 from tiny import tiny_llamagen
 from toy import TableModel
 

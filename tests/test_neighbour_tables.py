@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from laws import ALPHA, chi_square
 from neighbour_cases import from_full, random_tables
 from safetensors.torch import save_file
-from test_exact_jacobi import ALPHA, chi_square
 from tiny import save_tiny, tiny_llamagen
 from toy import NeighbourModel, TableModel
 

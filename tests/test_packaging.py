@@ -36,13 +36,13 @@ def test_every_folder_with_code_is_packaged():
         assert (ROOT / folder).is_dir(), package
 
 
-def test_code_files_outside_tests_stay_small():
-    """Modules are meant to be read whole: a guard, with some slack over the aim of 400 lines."""
+def test_code_files_stay_small():
+    """Modules are meant to be read whole."""
     long = {}
-    for top in ("visacc", "models", "kernels", "metrics", "scripts"):
+    for top in ("visacc", "models", "kernels", "metrics", "scripts", "examples", "tests"):
         for file in (ROOT / top).rglob("*.py"):
             count = len(file.read_text().splitlines())
-            if count > 480:
+            if count > 400:
                 long[str(file.relative_to(ROOT))] = count
     assert not long
 

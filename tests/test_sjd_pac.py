@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_exact_jacobi import ALPHA, LAYOUTS, chi_square
+from laws import ALPHA, LAYOUTS, chi_square
 from tiny import tiny_llamagen
 from toy import TableModel
 
