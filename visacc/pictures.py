@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
-from visacc.writing import write_atomic
+from visacc.writing import write_atomic, write_json
 
 _VIRIDIS = np.array(
     [
@@ -34,7 +33,8 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def save_json(data: Any, path: Path) -> None:
-    write_atomic(path, lambda p: p.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8"))
+    """The record of a run; its prompts may hold what no UTF-8 file can."""
+    write_json(path, data, indent=2, ascii_only=True)
 
 
 def read_image(path: str | Path, *, exif: bool = False) -> Image.Image:

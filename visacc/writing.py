@@ -60,9 +60,11 @@ def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
-def write_json(path: Path, data: Any, *, indent: int = 1, sort_keys: bool = False) -> None:
-    """JSON in UTF-8, a line break at its end."""
-    write_text(path, json.dumps(data, indent=indent, sort_keys=sort_keys, ensure_ascii=False) + "\n")
+def write_json(
+    path: Path, data: Any, *, indent: int = 1, sort_keys: bool = False, ascii_only: bool = False
+) -> None:
+    """JSON in UTF-8, a line break at its end. ``ascii_only``: other characters as escapes, which can be half a pair."""
+    write_text(path, json.dumps(data, indent=indent, sort_keys=sort_keys, ensure_ascii=ascii_only) + "\n")
 
 
 def write_safetensors(
