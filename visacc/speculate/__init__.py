@@ -11,6 +11,7 @@ _EXPORTS = {
     "DrafterConfig": "config",
     "NgramDrafter": "ngram",
     "Speculator": "api",
+    "TextDrafter": "contract",
     "TextParams": "params",
     "load_drafter": "checkpoints",
     "save_drafter": "checkpoints",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor
 
 from visacc.models.vlm.target import VLMTarget
-from visacc.speculate.block_tree import BlockTree
 from visacc.speculate.checkpoints import load_drafter
 from visacc.speculate.config import METHODS
+from visacc.speculate.contract import TextDrafter, check_drafter, default_tree, named_drafter, plugin_names
 from visacc.speculate.drafter import Drafter
 from visacc.speculate.loop import Stop, generate
 from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
 from visacc.speculate.stats import TextResult
-from visacc.speculate.trees import DynamicTree, TreePolicy, make_policy
+from visacc.speculate.trees import TreePolicy, make_policy
 
 _INPUTS = (
     "attention_mask",
@@ -53,8 +52,8 @@ class Speculator:
 
     Args:
         model: a transformers vision-language model of a supported family.
-        drafter: a :class:`Drafter`, a folder, ``"ngram"`` (no training needed), or ``None`` (one token a
-            step).
+        drafter: an object with the members of :class:`visacc.speculate.contract.TextDrafter`, a folder, a name
+            (see :func:`find_drafter`; ``"ngram"`` needs no training), or ``None`` (one token a step).
         method: for folders with official EAGLE, MSD or FLASH files, which cannot be told apart.
         tree: a policy, or options of :func:`make_policy`; default: what the drafter was made for.
         sampled_drafts: see :func:`visacc.speculate.loop.generate`.
@@ -63,7 +62,7 @@ class Speculator:
     def __init__(
         self,
         model: Any,
-        drafter: Drafter | NgramDrafter | str | Path | None = "ngram",
+        drafter: TextDrafter | str | Path | None = "ngram",
         *,
         method: str | None = None,
         tree: TreePolicy | dict[str, Any] | None = None,
@@ -199,23 +198,27 @@ class Speculator:
         del self.model.generate
 
 
-def speculate(
-    model: Any, drafter: Drafter | NgramDrafter | str | Path | None = "ngram", **options: Any
-) -> Speculator:
+def speculate(model: Any, drafter: TextDrafter | str | Path | None = "ngram", **options: Any) -> Speculator:
     """Speculative decoding for ``model``; see :class:`Speculator`."""
     return Speculator(model, drafter, **options)
 
 
 def find_drafter(
-    model: Any, drafter: Drafter | NgramDrafter | str | Path | None, method: str | None
-) -> Drafter | NgramDrafter | None:
+    model: Any, drafter: TextDrafter | str | Path | None, method: str | None
+) -> TextDrafter | None:
     """Resolve what the caller gave.
 
     An object, ``"ngram"``, a folder, the method of an embedded drafter, or a name that an installed package
     registered in the entry-point group ``visacc.speculators`` (a function of the model).
+
+    Raises:
+        ValueError: an object that is no drafter (says which members are missing), a name that nothing has.
+        RuntimeError: a plug-in failed to make its drafter.
     """
-    if drafter is None or isinstance(drafter, (Drafter, NgramDrafter)):
-        return drafter
+    if drafter is None:
+        return None
+    if not isinstance(drafter, (str, Path)):
+        return check_drafter(drafter, "the speculator")
     if drafter == "ngram":
         return NgramDrafter(int(model.get_output_embeddings().weight.shape[0]))
     if isinstance(drafter, str) and drafter in METHODS and not Path(drafter).is_dir():
@@ -227,8 +230,14 @@ def find_drafter(
             )
         drafter = folder
     if isinstance(drafter, str) and not Path(drafter).is_dir():
-        for entry in entry_points(group="visacc.speculators", name=drafter):
-            return entry.load()(model)
+        made = named_drafter(drafter, model)
+        if made is not None:
+            return made
+        if not Path(drafter).exists():
+            known = sorted({"ngram", *METHODS, *plugin_names()})
+            raise ValueError(
+                f"folder {drafter!r} does not exist, nor is that the name of a speculator (names: {', '.join(known)})"
+            )
     return load_drafter(drafter, method)
 
 
@@ -257,9 +266,7 @@ def bind(drafter: Drafter, target: VLMTarget) -> None:
     drafter.to(device=target.device, dtype=target.head.weight.dtype).eval()  # type: ignore[call-overload,arg-type]
 
 
-def choose_policy(
-    drafter: Drafter | NgramDrafter | None, tree: TreePolicy | dict[str, Any] | None
-) -> TreePolicy | None:
+def choose_policy(drafter: TextDrafter | None, tree: TreePolicy | dict[str, Any] | None) -> TreePolicy | None:
     """The tree a drafter grows: the caller's, the drafter's own, or a default.
 
     Raises:
@@ -273,12 +280,8 @@ def choose_policy(
         policy: TreePolicy = make_policy(**tree)
     elif tree is not None:
         policy = tree
-    elif isinstance(drafter, NgramDrafter):
-        policy = drafter.default_tree()
-    elif drafter.config.tree:
-        policy = make_policy(**drafter.config.tree)
     else:
-        policy = BlockTree(drafter.ahead) if drafter.ahead > 1 else DynamicTree(depth=4, top_k=4, budget=24)
+        policy = default_tree(drafter)
     if policy.ahead != drafter.ahead:
         raise ValueError(
             f"this drafter predicts {drafter.ahead} token(s) per row but the tree is for {policy.ahead};"

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from visacc.pictures import read_image
 from visacc.speculate.api import Speculator
-from visacc.speculate.ngram import NgramDrafter
+from visacc.speculate.contract import forget
 from visacc.speculate.params import TextParams, eos_ids
 from visacc.speculate.pipeline import EMBEDDED, CaptionPipeline
 from visacc.speculate.yardsticks import Measured, assistants, stock
@@ -62,12 +62,12 @@ def bench(
     assistant: str | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Measure ``methods`` (drafter folders, embedded methods, "ngram") at each temperature.
+    """Measure ``methods`` (drafter folders, embedded methods, "ngram", names of plug-ins) at each temperature.
 
     Every figure is the median of ``repeats`` passes over distinct pictures, after a warm-up of every row on the first batch.
-    The rows take turns, batch by batch, so that whatever else the machine does meets all of them. The n-gram memory is
-    emptied before each pass. At temperature 0 all rows write the same tokens; above it the rows of this package share their
-    random numbers and text, transformers draws its own.
+    The rows take turns, batch by batch, so that whatever else the machine does meets all of them. What drafters
+    remember of earlier outputs is dropped before each pass. At temperature 0 all rows write the same tokens; above it the
+    rows of this package share their random numbers and text, transformers draws its own.
 
     Args:
         assistant: name or folder of the model that drafts in assisted generation; by default the first half of the
@@ -157,13 +157,7 @@ def _ours(speculator: Speculator, params: TextParams) -> Callable[[int, dict[str
 
 
 def _forget(speculator: Speculator) -> Callable[[], None]:
-    drafter = speculator.drafter
-
-    def reset() -> None:
-        if isinstance(drafter, NgramDrafter):
-            drafter.past = drafter.past[:0]
-
-    return reset
+    return lambda: forget(speculator.drafter)
 
 
 def _rows(runners: list[_Runner], temperature: float) -> list[dict[str, Any]]:

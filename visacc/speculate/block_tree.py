@@ -55,7 +55,7 @@ class BlockTree:
         start = torch.full((batch, 1), -1, dtype=torch.int64, device=root.device)
         tips = self._block(rec, start, torch.zeros_like(start, dtype=logits.dtype), logits[:, None], 0)
         feats = feature[:, None]  # [B, 1, K, D] features of the block behind each tip's origin
-        above = start
+        above, first = start, 0  # rows that the session has run
         for block in range(1, self.blocks):
             order = rec.score(tips).topk(min(self.beam, tips.shape[1]), dim=1).indices
             chosen = tips.gather(1, order)  # recorded indices of complete blocks
@@ -65,7 +65,6 @@ class BlockTree:
             tokens = rec.tokens(path.flatten(1))
             rows = torch.arange(batch, device=root.device)[:, None]
             given = feats[rows, origin].flatten(1, 2)  # [B, n K, D]
-            first = session_size(session)
             inner = first + torch.arange(n * self.ahead, device=root.device) - 1
             parents = inner.expand(batch, -1).clone()
             parents[:, :: self.ahead] = above.gather(1, origin)
@@ -73,6 +72,7 @@ class BlockTree:
             out, logits = session.run(tokens, given, parents, depth)
             last = torch.arange(n, device=root.device) * self.ahead + self.ahead - 1
             above = (first + last).expand(batch, -1)
+            first += n * self.ahead
             feats = out[:, last]
             tips = self._block(rec, chosen, rec.score(chosen), logits[:, last], block)
         token, parent, depth = rec.all("token"), rec.all("parent"), rec.all("depth")
@@ -101,10 +101,6 @@ class BlockTree:
                 block * self.ahead + i + 1,
             )
         return tips
-
-
-def session_size(session: Grower) -> int:
-    return int(getattr(session, "size", 0))
 
 
 class _Record:

@@ -14,6 +14,7 @@ from visacc.speculate.blocks import Attend, RMSNorm
 from visacc.speculate.config import DrafterConfig
 from visacc.speculate.kv import RowCache
 from visacc.speculate.rows import ROWS, PrefillRows
+from visacc.speculate.trees import TreePolicy, make_policy
 from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
 
 Embed = Callable[[Tensor], Tensor]
@@ -109,6 +110,10 @@ class Drafter(nn.Module):
     def ahead(self) -> int:
         """Tokens predicted by one row (K of FLASH)."""
         return self.config.heads_ahead if self.config.method == "flash" else 1
+
+    def default_tree(self) -> TreePolicy | None:
+        """The tree it was made for, if its configuration names one."""
+        return make_policy(**self.config.tree) if self.config.tree else None
 
     def bind(self, embed: Embed, head: Embed, *, hidden_size: int, vocab_size: int) -> None:
         """Use the target's embedding and head.

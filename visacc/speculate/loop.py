@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +16,14 @@ from visacc.kernels import rng
 from visacc.models.base import DecodeState, Proposal
 from visacc.models.vlm.target import VLMTarget
 from visacc.noise import Noise, sample_seed
-from visacc.speculate.ngram import NgramDrafter
+from visacc.speculate.contract import TextDrafter, remember
 from visacc.speculate.params import Laws, TextParams
 from visacc.speculate.sampler import DraftSampler
 from visacc.speculate.stats import TextResult, TextStats
 from visacc.speculate.trees import Grown, TreePolicy
-from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
+from visacc.speculate.views import AcceptedStep, PromptView
 from visacc.stats import check_interval
 from visacc.verify import EXACT, GREEDY, GUMBEL_EXACT, DraftTree, verify
-
-
-class AnyDrafter(Protocol):
-    """A drafter network or the n-gram model."""
-
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-
-    def prefill(self, view: PromptView, feats: TargetFeatures, root: Tensor, *, room: int) -> Any: ...
-
-    def observe(self, state: Any, step: AcceptedStep) -> None: ...
-
-    def session(self, state: Any) -> Any: ...
-
 
 Stop = Callable[[Tensor, int], bool]
 """Further stopping, asked after every token: ids [1, L] of one row, prompt included, and how many are
@@ -74,7 +60,7 @@ class _Run:
     """One generation: the pieces that do not change from step to step."""
 
     target: VLMTarget
-    drafter: AnyDrafter | None
+    drafter: TextDrafter | None
     policy: TreePolicy | None
     params: TextParams
     stop: Stop | None
@@ -91,7 +77,7 @@ class _Run:
 @torch.no_grad()
 def generate(
     target: VLMTarget,
-    drafter: AnyDrafter | None,
+    drafter: TextDrafter | None,
     policy: TreePolicy | None,
     inputs: Mapping[str, Any],
     params: TextParams,
@@ -164,9 +150,9 @@ def generate(
     final.committed[0] = 0  # rows that were done already
     stats.committed = final.committed.cpu()
     width = int(final.lengths.max())
-    if isinstance(drafter, NgramDrafter):
+    if drafter is not None:
         for row, length in zip(final.ids, final.lengths.tolist(), strict=True):
-            drafter.remember(row[:length])
+            remember(drafter, row[:length])
     return TextResult(final.ids[:, :width], final.lengths, stats)
 
 
@@ -260,7 +246,7 @@ def _grow(run: _Run, rows: _Rows, draft: Any) -> Grown:
     if run.sampled and not run.params.greedy:
         sampler = DraftSampler(rows.noise.seeds, rows.count, run.params.filter)
     session = run.drafter.session(draft)
-    return run.policy.grow(session, draft.root, draft.feature, draft.logits, sampler)
+    return run.policy.grow(session, rows.root, draft.feature, draft.logits, sampler)
 
 
 def _judge(run: _Run, rows: _Rows, tree: DraftTree, law: Tensor, index: Tensor) -> Any:
@@ -343,6 +329,6 @@ def _check(rows: _Rows, state: DecodeState, draft: Any, final: _Final) -> bool:
         if draft is not None:
             draft.select(alive)
     rows.high = int(rows.count.max())
-    if draft is not None:
+    if draft is not None and hasattr(draft, "tighten"):
         draft.tighten()
     return True

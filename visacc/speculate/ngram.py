@@ -67,6 +67,10 @@ class NgramDrafter:
             torch.cat([self.past.to(text.device), text, gap])[-self.memory :] if self.memory else self.past
         )
 
+    def forget(self) -> None:
+        """Empty the memory."""
+        self.past = self.past[:0]
+
     def prefill(self, view: PromptView, feats: TargetFeatures, root: Tensor, *, room: int) -> NgramState:
         known = view.valid & ~view.visual
         text = torch.where(known, view.input_ids, -1)
@@ -134,11 +138,9 @@ class NgramSession:
 
     def __init__(self, drafter: NgramDrafter, state: NgramState) -> None:
         self.drafter, self.state = drafter, state
-        self.size = 0
 
     def run(
         self, tokens: Tensor, feature: Tensor, parents: Tensor, depth: Tensor | int
     ) -> tuple[Tensor, Tensor]:
         suffix = torch.cat([feature[..., 1:], tokens[..., None]], dim=-1)
-        self.size += tokens.shape[1]
         return suffix, self.drafter.votes(self.state, suffix)

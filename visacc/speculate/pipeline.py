@@ -16,9 +16,8 @@ from visacc.memory import in_batches
 from visacc.models.vlm.families import placeholder_ids
 from visacc.pictures import read_image, rgb
 from visacc.speculate.api import Speculator
-from visacc.speculate.drafter import Drafter
+from visacc.speculate.contract import TextDrafter
 from visacc.speculate.loop import Stop
-from visacc.speculate.ngram import NgramDrafter
 from visacc.speculate.params import TextParams, from_generation_config
 from visacc.speculate.stats import TextStats
 from visacc.speculate.trees import TreePolicy
@@ -64,7 +63,7 @@ class CaptionPipeline:
         model: a loaded transformers model, a folder or hub id, or ``"shapes-captioner"`` (embedded, no
             download).
         processor: its processor; needed with a loaded model.
-        speculator: drafter folder or object, ``"ngram"``, a method with an embedded drafter, or ``None``.
+        speculator: drafter object, folder or name, ``"ngram"``, a method with an embedded drafter, or ``None``.
         tree, method: see :class:`Speculator`.
         device, dtype: where a model given by name is loaded.
     """
@@ -74,7 +73,7 @@ class CaptionPipeline:
         model: Any = EMBEDDED,
         processor: Any = None,
         *,
-        speculator: Drafter | NgramDrafter | str | Path | None = "ngram",
+        speculator: TextDrafter | str | Path | None = "ngram",
         tree: TreePolicy | dict[str, Any] | None = None,
         method: str | None = None,
         device: str | None = None,
