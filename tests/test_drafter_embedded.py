@@ -6,7 +6,7 @@ import pytest
 
 from visacc.decoders import SJD
 from visacc.decoders.eagle import Eagle
-from visacc.decoders.eagle_relaxed import LanternPlusPlus
+from visacc.decoders.eagle_relaxed import LanternPPDecoder
 from visacc.decoders.gsd import GSD
 from visacc.decoders.zipar import ZipAR
 from visacc.engine import decode
@@ -37,7 +37,7 @@ def test_accepted_length(model, tmp_path, monkeypatch):
     monkeypatch.setenv("VISACC_CACHE", str(tmp_path))
     exact = run(model, Eagle())
     assert exact.tau >= 1.8
-    relaxed = run(model, LanternPlusPlus())
+    relaxed = run(model, LanternPPDecoder())
     assert relaxed.tau > exact.tau + 0.1
     assert relaxed.nfe < exact.nfe
 

@@ -11,7 +11,7 @@ from tiny import tiny_llamagen
 
 from visacc.decoders.ar import AR
 from visacc.decoders.eagle import Eagle
-from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPlusPlus
+from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPPDecoder
 from visacc.drafters import DrafterConfig, EagleNetwork
 from visacc.drafters.bind import target_card
 from visacc.drafters.checkpoint import load_drafter, save_drafter
@@ -210,7 +210,7 @@ def test_nodes_of_a_tree_equal_the_same_tokens_as_chains(model):
 def test_neutral_settings_are_exact(model):
     network, cond, seeds = drafter_for(model), model.encode([1, 2, 3]), [1, 2, 3]
     exact = decode(model, Eagle(network, "2x3"), cond, SAMPLING, seeds)
-    for decoder in (LanternDecoder(0.0, 8, network, "2x3"), LanternPlusPlus(1.0, 8, network, "2x3")):
+    for decoder in (LanternDecoder(0.0, 8, network, "2x3"), LanternPPDecoder(1.0, 8, network, "2x3")):
         assert decoder.lossless
         assert torch.equal(exact.sequence, decode(model, decoder, cond, SAMPLING, seeds).sequence)
 
@@ -224,7 +224,7 @@ def test_relaxation_accepts_more(tree):
     def tau(decoder):
         return decode(model, decoder, cond, SAMPLING, seeds).stats.tau
 
-    taus = [tau(LanternPlusPlus(lam, 8, network, tree)) for lam in (1.0, 3.0, 30.0)]
+    taus = [tau(LanternPPDecoder(lam, 8, network, tree)) for lam in (1.0, 3.0, 30.0)]
     assert taus[0] < taus[1] < taus[2]
     assert taus[0] < tau(LanternDecoder(0.5, 8, network, tree))
 
@@ -306,9 +306,9 @@ def test_options_are_checked(model):
         (lambda: Eagle(network, [[0], [2]]), "skips child rank 1"),
         (lambda: Eagle(network, [[0], [1, 0], [1]][:2]), "no parent"),
         (lambda: LanternDecoder(1.5), "multiplicative"),
-        (lambda: LanternPlusPlus(0.5), "at least 1"),
-        (lambda: LanternPlusPlus(k=0), "at least 1"),
-        (lambda: LanternPlusPlus(metric="cosine"), "metric"),
+        (lambda: LanternPPDecoder(0.5), "at least 1"),
+        (lambda: LanternPPDecoder(k=0), "at least 1"),
+        (lambda: LanternPPDecoder(metric="cosine"), "metric"),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from visacc.decoders.ar import AR
 from visacc.decoders.eagle import Eagle
-from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPlusPlus
+from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPPDecoder
 from visacc.drafters.checkpoint import load_drafter, released_config
 from visacc.drafters.draft import Drafting
 from visacc.drafters.neighbours import nearest_codes
@@ -122,7 +122,7 @@ def test_greedy_run(setting, name, tmp_path, monkeypatch):
     kind, options = Eagle, {}
     if name in RELAXED:
         multiplicative = entry["delta"] > 1
-        kind = LanternPlusPlus if multiplicative else LanternDecoder
+        kind = LanternPPDecoder if multiplicative else LanternDecoder
         options = {"k": entry["k"], ("lam" if multiplicative else "delta"): entry["delta"]}
     decoder = type("Recorded", (Recorder, kind), {})(
         drafter=setting.network, tree=tree, padding=padding, **options

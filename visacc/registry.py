@@ -33,7 +33,7 @@ _DECODERS = {
     "pjd": "visacc.decoders.pjd:PJD",
     "eagle": "visacc.decoders.eagle:Eagle",
     "lantern": "visacc.decoders.eagle_relaxed:LanternDecoder",
-    "lantern++": "visacc.decoders.eagle_relaxed:LanternPlusPlus",
+    "lantern++": "visacc.decoders.eagle_relaxed:LanternPPDecoder",
     "lpd": "visacc.decoders.lpd:LPD",
     "nbp": "visacc.decoders.nbp:NBP",
 }

@@ -9,7 +9,7 @@ from visacc.decoders.jacobi import MCSJD, SJD, Jacobi
 
 if TYPE_CHECKING:
     from visacc.decoders.eagle import Eagle
-    from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPlusPlus
+    from visacc.decoders.eagle_relaxed import LanternDecoder, LanternPlusPlus, LanternPPDecoder
     from visacc.decoders.gsd import GSD
     from visacc.decoders.lpd import LPD
     from visacc.decoders.nbp import NBP
@@ -24,6 +24,7 @@ _LATER = {
     "LPD": "lpd",
     "NBP": "nbp",
     "LanternDecoder": "eagle_relaxed",
+    "LanternPPDecoder": "eagle_relaxed",
     "LanternPlusPlus": "eagle_relaxed",
     "NCSJD": "nc_sjd",
     "PJD": "pjd",
@@ -45,6 +46,7 @@ __all__ = [
     "Eagle",
     "Jacobi",
     "LanternDecoder",
+    "LanternPPDecoder",
     "LanternPlusPlus",
     "Verdict",
     "ZipAR",

@@ -107,7 +107,7 @@ class LanternDecoder(_Relaxed):
         return Lantern(neighbours, self.k, delta=self.delta)
 
 
-class LanternPlusPlus(_Relaxed):
+class LanternPPDecoder(_Relaxed):
     """LANTERN++: as LANTERN with a bound relative to the draft's own probability, ``(lam - 1) p(x)``.
 
     Args:
@@ -140,3 +140,7 @@ class LanternPlusPlus(_Relaxed):
 
     def _rule(self, neighbours: Tensor) -> LanternPP:
         return LanternPP(neighbours, self.k, lam=self.lam)
+
+
+LanternPlusPlus = LanternPPDecoder
+"""Earlier name."""
