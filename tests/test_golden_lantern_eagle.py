@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from golden import as_released, golden_dir, leaf_paths
+from golden import leaf_paths
+from lantern_cases import GOLDEN, facts, folder
 from safetensors.torch import load_file
 
 from visacc.drafters.checkpoint import load_drafter
@@ -17,17 +16,12 @@ from visacc.speculate.views import AcceptedStep, PromptView, TargetFeatures
 from visacc.verify import GREEDY, DraftTree, TreeShape, verify
 
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("_no_grad")]
-GOLDEN = golden_dir("lantern")
 
 
 @pytest.fixture
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-def folder(tmp, weights, config):
-    return as_released(tmp, GOLDEN / weights, GOLDEN / config)
 
 
 class Target:
@@ -74,7 +68,7 @@ def golden():
 
 @pytest.fixture(scope="module")
 def meta():
-    return json.loads((GOLDEN / "eagle/meta.json").read_text())
+    return facts("eagle/meta.json")
 
 
 class One:

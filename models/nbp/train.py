@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def encode_clips(tokenizer: FrameTokenizer, first: int, count: int, folder: Path
         pixels = render_clips(start, min(_PART, first + count - start))
         codes = [tokenizer.encode(to_video(pixels[i : i + 20])).flatten(1) for i in range(0, len(pixels), 20)]
         array = torch.cat(codes).numpy().astype(np.uint16)
-        write_atomic(file, lambda part, array=array: np.save(part, array))
+        write_atomic(file, partial(np.save, arr=array))
         print(f"encoded {start + len(pixels) - first} / {count}", flush=True)
 
 
