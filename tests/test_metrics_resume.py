@@ -26,6 +26,27 @@ from visacc.eval.run import run
 from visacc.eval.world import World, join
 
 PATIENCE = 300.0  # seconds; far more than anything here takes
+SEED = "VISACC_KILL_SEED"
+
+
+def drawn() -> np.random.Generator:
+    """Draws the places to be killed at: other ones every time, printed (pytest shows it where a test fails) so that
+    ``VISACC_KILL_SEED=...`` repeats them.
+    """
+    seed = int(os.environ.get(SEED) or np.random.SeedSequence().generate_state(1)[0])
+    print(f"repeat these kills with {SEED}={seed}")
+    return np.random.default_rng(seed)
+
+
+def test_the_kills_of_a_failed_test_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(SEED, raising=False)
+    first = drawn().integers(1, 2**40, 5).tolist()
+    assert drawn().integers(1, 2**40, 5).tolist() != first
+    seed = capsys.readouterr().out.splitlines()[0].rpartition("=")[2]
+    monkeypatch.setenv(SEED, seed)
+    assert drawn().integers(1, 2**40, 5).tolist() == first
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +160,7 @@ def test_killed_three_times_gives_the_same_bytes(undisturbed: Path, tmp_path: Pa
     if size > 1:
         pytest.importorskip("accelerate")
     output = tmp_path / "out"
-    rng = np.random.default_rng()  # new points every time
+    rng = drawn()
     # an undisturbed run writes more files than three of these: 2 x (24 images + 6 prompts + 6 chunks + 6 times)
     points = [(int(rng.integers(1, 45)), str(rng.choice(["before", "half", "after"]))) for _ in range(3)]
     print("killed at", points)
@@ -160,7 +181,7 @@ def test_killed_while_scoring_gives_the_same_bytes(undisturbed: Path, tmp_path: 
         for part in ("images", "chunks", "timing"):
             shutil.copytree(undisturbed / cell / part, output / cell / part)
         shutil.copy(undisturbed / cell / "manifest.json", output / cell / "manifest.json")
-    rng = np.random.default_rng()
+    rng = drawn()
     for k in range(3):  # 30 reference pictures, then features, verdicts and scores
         n, how = int(rng.integers(1, 20)), str(rng.choice(["before", "half", "after"]))
         print("killed at", n, how)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import accelerate_launch, torchrun
 from test_llamagen_files import make_gpt, make_vq
 
 from visacc.eval.config import parse
@@ -102,7 +100,8 @@ def test_decoders_that_learn_while_they_decode_are_refused(model: Path, tmp_path
     assert list((tmp_path / "b").rglob("*.png"))
 
 
-def test_torchrun_with_two_processes(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", [torchrun, accelerate_launch])
+def test_two_processes(launch: Any, model: Path, tmp_path: Path) -> None:
     """The command as users start it; same pictures as one process."""
     pytest.importorskip("accelerate")
     yaml = pytest.importorskip("yaml")
@@ -110,10 +109,7 @@ def test_torchrun_with_two_processes(model: Path, tmp_path: Path) -> None:
     data = {"model": str(model), "prompts": "labels:3x4", "batch_size": 5, "seed": 3, "decoders": DECODERS,
             "sampling": {"guidance_scale": 2.0, "top_k": 20}, "output": "out"}  # fmt: skip
     file.write_text(yaml.safe_dump(data))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "-m", "visacc", "eval", "run", str(file), "--quiet"]  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = launch("-m", "visacc", "eval", "run", str(file), "--quiet")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("| ar | 12 |") == 1
     ranks = {read_json(p)["rank"] for p in (tmp_path / "out" / "ar" / "timing").glob("*.json")}

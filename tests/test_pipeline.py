@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -13,8 +14,12 @@ from tiny import save_tiny, tiny_llamagen
 
 import visacc
 from visacc import registry
+from visacc.cli import main
 from visacc.decoders import AR, MCSJD, Decoder
 from visacc.kernels import rng
+from visacc.loading import known_models
+from visacc.models.llamagen import LlamaGen
+from visacc.models.shapes import EMBEDDED
 from visacc.noise import Noise, sample_seed
 from visacc.pipeline import TextToImagePipeline, image_seeds
 from visacc.window import CANDIDATES, AutoWindow, expected_compression, forward_costs
@@ -210,6 +215,57 @@ def test_plugins_are_listed_and_broken_ones_only_warn(monkeypatch):
         assert isinstance(registry.make_decoder("other:ar"), Leap)
     assert isinstance(registry.make_decoder("ar"), AR)
     assert not isinstance(registry.make_decoder("ar"), Leap)
+
+
+@pytest.fixture
+def installed_models(tmp_path, monkeypatch):
+    """A package, installed beside this one, that registers a model, one that cannot be imported, and a built-in name."""
+    (tmp_path / "other_models.py").write_text(
+        "from tiny import tiny_llamagen\n\n\n"
+        "def load(name_or_path, *, device, dtype, image_size, classes=10):\n"
+        "    model = tiny_llamagen(grid=4, classes=classes)\n"
+        "    model.asked = (name_or_path, device, dtype, image_size)\n"
+        "    return model\n"
+    )
+    info = tmp_path / "other_models-2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-models\nVersion: 2\n")
+    (info / "entry_points.txt").write_text(
+        "[visacc.models]\nother-tiny = other_models:load\nother-broken = no_such_package:load\n"
+        f"{next(iter(EMBEDDED))} = other_models:load\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._plugins.cache_clear()
+    yield
+    registry._plugins.cache_clear()
+
+
+@pytest.mark.usefixtures("installed_models")
+def test_models_of_other_packages_load_by_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.warns(UserWarning, match="plug-in 'other-broken' of other-models cannot be loaded"):
+        model = visacc.load("other-tiny", "ar", device="cpu", model_options={"classes": 12}).model
+    assert isinstance(model, LlamaGen)
+    assert model.asked == ("other-tiny", torch.device("cpu"), torch.float32, None)
+    assert model.gpt.config.num_classes == 12
+    with pytest.warns(UserWarning, match="other-broken"), pytest.raises(SystemExit) as stop:
+        main(["list", "models"])
+    assert stop.value.code == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"other-tiny +│ added by a plug-in", listed)
+    assert "other-broken" not in listed
+    with pytest.warns(UserWarning, match="other-broken"):
+        built_in = [known_models()[name] for name in EMBEDDED]
+    assert "added by a plug-in" not in built_in  # a built-in name stays what it is
+    with (
+        pytest.warns(UserWarning, match="other-broken"),
+        pytest.raises(ValueError, match=r"unknown model 'other-tinny'; did you mean 'other-tiny'"),
+    ):
+        visacc.load("other-tinny")
+    with pytest.warns(UserWarning, match="other-broken"), pytest.raises(SystemExit) as stop:
+        main(["generate", "3", "-m", "other-tiny", "-d", "ar", "-q", "-o", str(tmp_path / "out")])
+    assert stop.value.code == 0
+    assert (tmp_path / "out" / "000.png").is_file()
 
 
 def test_every_registered_decoder_states_itself():

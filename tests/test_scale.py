@@ -190,7 +190,8 @@ def test_image_drafter_by_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_drafter_command_by_two_processes(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("launch", [torchrun, accelerate_launch])
+def test_train_drafter_command_by_two_processes(launch: Any, tmp_path: Path, model: Path) -> None:
     """... and goes on alone where they stopped."""
     pytest.importorskip("accelerate")
     (tmp_path / "labels.txt").write_text("\n".join(map(str, range(10))))
@@ -205,7 +206,7 @@ def test_train_drafter_command_by_two_processes(tmp_path: Path, model: Path) -> 
         str(tmp_path / "run"),
     ]
     line += ["--held-out", "1", "--batch", "2", "--pool", "4", "--tree", "chain-2", "--guidance-scale", "2"]
-    done = torchrun("-m", "visacc", *line, "--steps", "2")
+    done = launch("-m", "visacc", *line, "--steps", "2")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("drafter written to") == 1
     assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 2
