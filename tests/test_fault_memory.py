@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eval_runs import StandIn, config
+from neighbour_cases import random_tables
 from PIL import Image
 from test_eagle import drafter_for
 from tiny import tiny_llamagen
@@ -241,16 +242,56 @@ def test_memory_is_let_go_before_the_next_attempt(monkeypatch: pytest.MonkeyPatc
 
 
 # ---- the same whatever the batch, the processes and the interruptions --------------------------------------
-@pytest.mark.parametrize("decoder", ["ar", "sjd", "mc-sjd", "gsd", "zipar", "pjd", "sjd-pac"])
+DRAFTED = ("eagle", "lantern", "lantern++")
+
+
+def with_parts(model: Any, decoder: str) -> dict[str, Any]:
+    """Options that let a decoder use what it needs: a drafter, neighbour tables; settings at which they matter."""
+    if decoder == "nc-sjd":
+        return {"tables": random_tables(model), "window": 6}
+    if decoder not in DRAFTED:
+        return {}
+    relaxed = {"lantern": {"k": 8, "delta": 0.4}, "lantern++": {"k": 8, "lam": 10.0}}
+    return {"drafter": drafter_for(model), **relaxed.get(decoder, {})}
+
+
+@pytest.mark.parametrize(
+    "decoder", ["ar", "sjd", "mc-sjd", "gsd", "zipar", "pjd", "sjd-pac", "nc-sjd", *DRAFTED]
+)
 def test_pictures_do_not_depend_on_the_batch(decoder: str) -> None:
     labels = [i % 10 for i in range(13)]
-    pipe = TextToImagePipeline(tiny_llamagen(grid=4), decoder)
-    codes = [
-        pipe(labels, seed=9, batch_size=b, guidance_scale=2.0, output_type="codes").codes
-        for b in (1, 2, 5, 13)
+    model = tiny_llamagen(grid=4)
+    pipe = TextToImagePipeline(model, decoder, **with_parts(model, decoder))
+    outs = [
+        pipe(labels, seed=9, batch_size=b, guidance_scale=2.0, output_type="codes") for b in (1, 2, 5, 13)
     ]
-    for other in codes[1:]:
-        assert torch.equal(other, codes[0])
+    for other in outs[1:]:
+        assert torch.equal(other.codes, outs[0].codes)
+        assert torch.equal(other.stats.steps, outs[0].stats.steps)
+    if decoder in DRAFTED:
+        assert int(outs[0].stats.steps.sum()) < 13 * 16, "no draft was accepted"
+    if decoder.startswith(
+        "lantern"
+    ):  # its rule matters: the exact one with the same drafts draws other pictures
+        strict = TextToImagePipeline(model, "eagle", drafter=pipe.current_decoder().drafter)
+        assert not torch.equal(
+            strict(labels, seed=9, guidance_scale=2.0, output_type="codes").codes, outs[0].codes
+        )
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "gumbel", "gumbel-exact"])
+def test_corrected_laws_do_not_depend_on_the_batch(coupling: str) -> None:
+    """The tables change what is drawn or in how many steps: they are not idle in the test above."""
+    labels = [i % 10 for i in range(9)]
+    model = tiny_llamagen(grid=4)
+    call: dict[str, Any] = {"seed": 2, "guidance_scale": 2.0, "output_type": "codes"}
+    pipe = TextToImagePipeline(model, "nc-sjd", tables=random_tables(model), window=6, coupling=coupling)
+    outs = [pipe(labels, batch_size=b, **call) for b in (1, 4, 9)]
+    for other in outs[1:]:
+        assert torch.equal(other.codes, outs[0].codes)
+        assert torch.equal(other.stats.steps, outs[0].stats.steps)
+    idle = TextToImagePipeline(model, "mc-sjd", window=6, coupling=coupling)(labels, **call)
+    assert not torch.equal(idle.stats.steps, outs[0].stats.steps)
 
 
 def test_standin_counts_batches(tmp_path: Path) -> None:

@@ -86,6 +86,38 @@ def point_verify(
     return path, n, token, Details(ratios, weights)
 
 
+def untried(
+    tokens: Tensor, parent: Tensor, live: Tensor, q_rows: Tensor, q_row_of: Tensor, kind: Tensor | int
+) -> Tensor:
+    """Mass float32 [B, T] of each slot's draft law without the slot's earlier siblings; 1 where it was not drawn without
+    replacement.
+
+    A sum of what is left: one less the siblings' mass would be rounding noise where they hold nearly everything, as they
+    do whenever a sharp law offers more than one child.
+    """
+    T, V = tokens.shape[1], q_rows.shape[2]
+    up = parent.clamp(min=0).long()
+    law = q_row_of.long().gather(1, up)
+    drawn = live & (parent >= 0) & (law >= 0) & (kind == WITHOUT_REPLACEMENT)
+    law = law.clamp(min=0)
+    at = law * V + tokens
+    flat = q_rows.flatten(1)
+    q_x = flat.gather(1, at)
+    # the law without all drafts, which cells of slots that were not drawn so must not clear
+    clear = torch.ones_like(flat).scatter_reduce_(1, at, (~drawn).to(flat.dtype), "amin")
+    rest = (flat * clear).unflatten(1, (-1, V)).sum(2).gather(1, law)
+    # and of the drafts, each token once (nodes may share a law), those that no earlier sibling is
+    slots = torch.arange(T, device=tokens.device)
+    before = slots < slots[:, None]
+    equal = (at[:, :, None] == at[:, None, :]) & drawn[:, None, :]
+    first = drawn & ~(equal & before).any(2)
+    earlier = (parent[:, :, None] == parent[:, None, :]) & before & drawn[:, None, :] & drawn[:, :, None]
+    gone = torch.bmm(earlier.to(flat.dtype), equal.to(flat.dtype)) > 0
+    counted = (law[:, :, None] == law[:, None, :]) & first[:, None, :] & ~gone
+    left = rest + (counted * q_x[:, None, :]).sum(2)
+    return torch.where(earlier.any(2), left.clamp(min=TINY), 1.0)
+
+
 def tree_verify(
     p: Tensor,
     tokens: Tensor,
@@ -118,10 +150,10 @@ def tree_verify(
         nodes = torch.arange(T, device=p.device)
     residual = p[:, nodes]  # [B, M, V] unnormalised, mass `total` [B, M]
     total = torch.ones_like(residual[..., 0])
-    q = q_left = None
+    q = left_of = None
     if q_rows is not None and q_row_of is not None:
         q = q_rows[rows, q_row_of[:, nodes].clamp(min=0).long()]
-        q_left = torch.ones_like(total)  # mass of q not yet tried (draws without replacement)
+        left_of = untried(tokens, parent, live, q_rows, q_row_of, kind)
     flags = torch.zeros(B, T + 1, dtype=torch.bool, device=p.device)
     ratios = torch.full((B, T + 1), -1.0, dtype=p.dtype, device=p.device)
     open_ = torch.ones_like(total, dtype=torch.bool)
@@ -134,9 +166,9 @@ def tree_verify(
         point, without = how == POINT, how == WITHOUT_REPLACEMENT
         r_x = residual.gather(2, x[..., None]).squeeze(2)
         own, left = torch.ones_like(r_x), torch.ones_like(r_x)
-        if q is not None and q_left is not None:
+        if q is not None and left_of is not None:
             own = torch.where(point, 1.0, q.gather(2, x[..., None]).squeeze(2))
-            left = torch.where(without, q_left, 1.0)
+            left = torch.where(without, left_of.gather(1, slot), 1.0)
         numerator, q_x = r_x, own
         near = used = None
         if companions is not None:
@@ -173,9 +205,8 @@ def tree_verify(
             None if official is None or near is None or used is None else (official, near, used),
             more,
         )
-        if more and q is not None and q_left is not None:
+        if more and q is not None:
             spent = failed & without
-            q_left = torch.where(spent, (q_left - own).clamp(min=TINY), q_left)
             q.scatter_(2, x[..., None], q.gather(2, x[..., None]).masked_fill(spent[..., None], 0.0))
     path, n = tree_walk(flags[:, :T], parent, live, ancestors, depth, True, width)
     stop = path.gather(1, (n - 1)[:, None]).long()

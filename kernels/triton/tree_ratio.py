@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from visacc.kernels.reference.tree_ratio import untried
 from visacc.kernels.triton.common import (
     NO_FUSION,
     as_bytes,
@@ -108,6 +109,7 @@ def ratio_kernel(
     live_ptr,  # uint8 [B, T]
     u_ptr,  # fp32 [B, T]
     U_ptr,  # int64 [B, T]
+    left_ptr,  # fp32 [B, T] mass of q without the slot's earlier siblings, or None
     near_ptr,  # int32 [B, T, K] or None
     scratch_ptr,  # fp32 [B, V]
     path_ptr,  # int32 [B, A], filled with -1
@@ -132,7 +134,6 @@ def ratio_kernel(
     last = p_ptr + b * p_batch
     current = last  # the residual r: p of the node, or the scratch row once a child was rejected
     total = tl.full((), 1.0, tl.float32)  # sum of r
-    untried = tl.full((), 1.0, tl.float32)  # mass of q without rejected siblings
     n = tl.full((), 1, tl.int32)
     tl.store(path_ptr + b * A, 0)
     for s in range(1, T):
@@ -150,7 +151,7 @@ def ratio_kernel(
                 q_at = q_ptr + b * q_batch + tl.maximum(tl.load(row_of_ptr + b * T + node), 0) * q_row
                 if kind != 0:
                     q_x = tl.load(q_at + x)
-                left = tl.where(kind == 1, untried, left)
+                left = tl.where(kind == 1, tl.load(left_ptr + b * T + s), left)
             r_x = tl.load(current + x)
             gain = r_x
             if HAS_NEAR:
@@ -166,7 +167,6 @@ def ratio_kernel(
                     last = p_ptr + b * p_batch + node * p_row
                     current = last
                     total = total * 0 + 1.0
-                    untried = untried * 0 + 1.0
                     tl.store(path_ptr + b * A + n, s)
                     n += 1
                 else:
@@ -188,7 +188,6 @@ def ratio_kernel(
                     tl.debug_barrier()
                     current = row
                     total = tl.where(sampled, mass.to(tl.float32) * 1.8189894035458565e-12, total - r_x)
-                    untried = tl.where(kind == 1, tl.maximum(untried - q_x, 1e-20), untried)
     tl.store(n_ptr + b, n.to(tl.int64))
     tl.store(next_ptr + b, _draw(current, last, tl.load(U_ptr + b * T + node), V, BLOCK))
 
@@ -246,6 +245,9 @@ def tree_verify(
             **NO_FUSION,
         )
         return path, n, following
+    left = None
+    if q_rows is not None and q_row_of is not None:
+        left = untried(tokens, parent, live, q_rows, q_row_of, kind).contiguous()
     q_rows = None if q_rows is None else rows_of(q_rows)
     K = 1 if companions is None else companions.shape[2]
     kinds = kind.to(torch.int8).contiguous() if isinstance(kind, Tensor) else None
@@ -263,6 +265,7 @@ def tree_verify(
         as_bytes(live),
         u.contiguous(),
         U.contiguous(),
+        left,
         None if companions is None else companions.to(torch.int32).contiguous(),
         scratch,
         path,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from visacc.kernels import POINT, WITHOUT_REPLACEMENT, draw
 from visacc.kernels.reference.tree import child_table
+from visacc.kernels.reference.tree_ratio import untried
 from visacc.verify.rules import Rule
 from visacc.verify.tree import DraftTree
 
@@ -84,7 +85,7 @@ def node_weights(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
         Q = left = None
         if tree.q_rows is not None and tree.q_row_of is not None:
             Q = tree.q_rows[rows, tree.q_row_of.clamp(min=0).long()]
-            left = torch.ones_like(w)
+            left = untried(tree.tokens, tree.parent, tree.live, tree.q_rows, tree.q_row_of, kind)
         for j in range(most):
             slot = table[..., j]
             there = slot >= 0
@@ -94,7 +95,7 @@ def node_weights(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
             how = kind.gather(1, slot) if isinstance(kind, Tensor) else torch.full_like(slot, kind)
             point = torch.zeros_like(P).scatter_(2, at, 1.0)
             if Q is not None and left is not None:
-                share = torch.where(how == WITHOUT_REPLACEMENT, left, 1.0)[..., None]
+                share = left.gather(1, slot)[..., None]
                 q_i = torch.where((how == POINT)[..., None], point, Q / share)
             else:
                 q_i = point
@@ -114,7 +115,6 @@ def node_weights(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
             if Q is not None and left is not None:
                 spent = tested & (how == WITHOUT_REPLACEMENT)
                 raw = Q.gather(2, at)
-                left = torch.where(spent, (left - raw.squeeze(2)).clamp(min=_TINY), left)
                 Q = Q.scatter(2, at, raw.masked_fill(spent[..., None], 0.0))
         leave = torch.where(here, w, leave)
         law = torch.where(here[..., None], P, law)
