@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from launch import accelerate_launch, torchrun
-from test_llamagen_files import make_gpt, make_vq
+from llamagen_tiny import make_gpt, make_vq
 
 from visacc.eval.config import parse
 from visacc.eval.files import read_json
