@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -149,9 +150,61 @@ def test_scores():
     mean, below, above = worse.difference(plain)
     assert mean == pytest.approx(-0.2)
     assert below < -0.2 < above
-    assert plain.difference(plain)[0] == 0
     with pytest.raises(ValueError, match="same prompts"):
         plain.difference(Scores(tags[:5], plain.right[:5]))
+
+
+def test_differences_are_paired():
+    tags = ("colors",) * 8 + ("counting",) * 8
+    plain = Scores(tags, (True, False) * 8)
+    assert plain.difference(plain) == (0, 0, 0)
+    flipped = Scores(tags, (False, *plain.right[1:]))
+    mean, low, high = flipped.difference(plain)
+    # one of eight pairs of one of two tasks: within-task squares 7/8 over 14 degrees of freedom
+    half = 1.96 * (7 / 8 / 14 * 2 / 8) ** 0.5 / 2
+    assert (mean, low, high) == pytest.approx((-1 / 16, -1 / 16 - half, -1 / 16 + half))
+    # the spread of both scores is far wider than that of their difference
+    assert half < (plain.interval()[1] - plain.interval()[0]) / 3
+    assert plain.difference(flipped) == pytest.approx((-mean, -high, -low))
+
+
+def test_differences_of_single_pictures():
+    tags = ("colors", "counting", "position")
+    one, other = Scores(tags, (True, True, False)), Scores(tags, (True, False, False))
+    mean, low, high = one.difference(other)
+    half = 1.96 * (1 / 3) ** 0.5 / 3**0.5  # variance 1/3 across the tasks
+    assert (mean, low, high) == pytest.approx((1 / 3, 1 / 3 - half, 1 / 3 + half))
+    assert Scores(("colors",), (True,)).difference(Scores(("colors",), (False,))) == (1, -1, 1)
+
+
+def test_differences_have_their_level():
+    """Two decoders of one law, many times: the interval leaves 0 out in about 5 % of the comparisons."""
+    rng = np.random.default_rng(3)
+    tags = tuple(t for t in "abcdef" for _ in range(20))
+    outside = 0
+    for _ in range(400):
+        chance = np.repeat(rng.uniform(0.2, 0.9, 6), 20)
+        x, y = (Scores(tags, tuple(bool(v) for v in rng.random(120) < chance)) for _ in range(2))
+        _, low, high = x.difference(y)
+        outside += not low <= 0 <= high
+    assert 0.02 < outside / 400 < 0.09
+
+
+def test_the_table_goes_without_matplotlib(monkeypatch, tmp_path, capsys):
+    from visacc.cli import main
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a yellow star\na red circle\n")
+    command = ["bench", "decoders", "-d", "zipar:window=1", "--prompts-file", str(prompts)]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--batch-size", "2", "--pictures", "0", "--out", str(tmp_path / "bench")])
+    assert stop.value.code == 0
+    assert sorted(p.name for p in (tmp_path / "bench").iterdir()) == ["decoders.json", "decoders.md"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "matplotlib" in line] == [
+        "no trade-off plot: it needs matplotlib (pip install 'visacc[report]')"
+    ]
 
 
 def test_interval_of_a_proportion():

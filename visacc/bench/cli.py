@@ -54,20 +54,19 @@ def decoders(
     device: Device = None,
     dtype: Dtype = None,
     pictures: Annotated[int, typer.Option(help="Pictures to keep of each decoder.")] = 16,
-    plot: Annotated[bool, typer.Option(help="Draw the trade-off plot.")] = True,
+    plot: Annotated[bool, typer.Option(help="Draw the trade-off plot (needs matplotlib).")] = True,
     quiet: Quiet = False,
 ) -> None:
     """Run decoders side by side and write a table of speed next to quality.
 
     Without --prompts-file shapes-t2i is judged on its own task prompts, and a class model draws its classes.
     """
-    from visacc.bench.report import require_plotting, to_markdown, write
+    from visacc.bench.report import can_plot, to_markdown, write
     from visacc.bench.run import bench_decoders, default_entries, parse_entry
     from visacc.loading import load_model
     from visacc.sampling import SamplingParams
 
-    if plot:
-        require_plotting()
+    drawn = plot and can_plot()
     entries = [parse_entry(text) for text in decoder or []]
     target = load_model(model, device=device, dtype=dtype)
     chosen = sampling_of(guidance_scale, temperature, top_k, top_p)
@@ -82,9 +81,11 @@ def decoders(
         pictures=pictures,
         say=(lambda text: None) if quiet else print,
     )
-    paths = write(bench, out, with_plot=plot)
+    paths = write(bench, out, with_plot=drawn)
     print(to_markdown(bench))
     print("written: " + ", ".join(str(path) for path in paths.values()))
+    if plot and not drawn:
+        print("no trade-off plot: it needs matplotlib (pip install 'visacc[report]')")
 
 
 def bench_prompts(model: Any, path: Path | None, per_task: int) -> list[Any]:

@@ -65,19 +65,30 @@ class Scores:
         return max(0.0, self.overall - half), min(1.0, self.overall + half)
 
     def difference(self, other: Scores) -> tuple[float, float, float]:
-        """Overall score minus the other's on the same prompts, with a paired 95 % interval."""
+        """Overall score minus the other's on the same prompts and seeds, with a paired 95 % interval.
+
+        Normal, from the spread of the per-picture differences (-1, 0 or 1) within the tasks, pooled over them; across the
+        tasks where each has one picture only. Where every pair is equal nothing is uncertain: (0, 0, 0).
+        """
         if self.tags != other.tags:
             raise ValueError("a paired comparison needs the same prompts in the same order")
         delta = np.array(self.right, float) - np.array(other.right, float)
+        if not delta.any():
+            return 0.0, 0.0, 0.0
         tags = np.array(self.tags)
-        means, variances = [], []
-        for tag in dict.fromkeys(self.tags):
-            d = delta[tags == tag]
-            means.append(d.mean())
-            variances.append((d.var() * len(d) + 1) / (len(d) + 1) / len(d))
-        half = 1.96 * math.sqrt(sum(variances)) / len(means)
-        mean = float(np.mean(means))
-        return mean, mean - half, mean + half
+        parts = [delta[tags == tag] for tag in dict.fromkeys(self.tags)]
+        mean = float(np.mean([part.mean() for part in parts]))
+        half = 1.96 * math.sqrt(_pooled(parts) * sum(1 / len(part) for part in parts)) / len(parts)
+        return mean, max(-1.0, mean - half), min(1.0, mean + half)
+
+
+def _pooled(parts: Sequence[np.ndarray]) -> float:
+    """Variance within the parts; over all of them where each is a single number, infinite for one number alone."""
+    free = sum(len(part) - 1 for part in parts)
+    if free:
+        return float(sum(((part - part.mean()) ** 2).sum() for part in parts)) / free
+    every = np.concatenate(parts)
+    return float(every.var(ddof=1)) if len(every) > 1 else math.inf
 
 
 def shapes_scores(prompts: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> Scores:

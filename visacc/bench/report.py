@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -120,7 +121,8 @@ def to_markdown(bench: Bench) -> str:
         "",
         f"{data['images']} images, batch {data['batch']}, {data['device']}, sampling {_settings(data['sampling'])}.",
         "Seconds are relative to plain decoding of the same batches in the same run (range over batches). Scores and"
-        " differences carry 95 % intervals. The Fréchet distance (fixed 64-d features) is to plain decoding with other"
+        " differences carry 95 % intervals; those of differences are paired, picture by picture of the same prompt and"
+        " seed. The Fréchet distance (fixed 64-d features) is to plain decoding with other"
         " seeds; p: how often two equally distributed sets of this size are as far apart.",
         "",
         "| " + " | ".join(head) + " |",
@@ -167,19 +169,13 @@ def _settings(sampling: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
 
 
-def require_plotting() -> None:
-    """Raise ``RuntimeError`` if matplotlib is missing, before anything expensive has run."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            "the plot needs matplotlib: pip install 'visacc[report]', or pass --no-plot"
-        ) from error
+def can_plot() -> bool:
+    """Whether matplotlib, which the plot needs, is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(bench: Bench, path: Path) -> None:
     """Step compression against quality, one line per knob, plain decoding's interval as a band."""
-    require_plotting()
     import matplotlib
 
     matplotlib.use("Agg")
