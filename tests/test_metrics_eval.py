@@ -46,6 +46,10 @@ def test_a_run_leaves_everything_needed(undisturbed: Path) -> None:
     assert good["fd"]["protocol_id"] == sloppy["fd"]["protocol_id"]
     assert good["fd"]["protocol"]["n_ref"] == 30
     text = (undisturbed / "summary.md").read_text()
+    caption = text.splitlines()[0]
+    assert "one after the other" in caption
+    assert "`visacc bench decoders`" in caption
+    assert "| speed-up, not interleaved |" in text
     assert f"| good | {TOTAL} |" in text
     assert good["fd"]["protocol_id"] in text
     rows = [

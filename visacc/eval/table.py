@@ -13,6 +13,11 @@ from visacc.eval.files import read_json
 from visacc.metrics.protocol import Score, columns
 from visacc.reading import naming
 
+TIMES = (
+    "Seconds and speed-ups are of runs one after the other: under a changing load of the machine they cannot be compared."
+    " For comparable speeds use `visacc bench decoders`, which interleaves the decoders. Steps do not depend on the load."
+)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -79,7 +84,7 @@ def _cell(score: Score | None) -> str:
 
 
 def markdown(rows: Sequence[Row], baseline: str) -> str:
-    """Table with footnotes: what each column was measured with, and every warning once."""
+    """Table with a caption on its times and with footnotes: what each column was measured with, every warning once."""
     groups = columns([s for row in rows for s in row.scores])
     counts: dict[str, int] = {}
     heads = []
@@ -88,8 +93,8 @@ def markdown(rows: Sequence[Row], baseline: str) -> str:
         counts[name] = counts.get(name, 0) + 1
         heads.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     base = next((r.speed.seconds for r in rows if r.name == baseline), None)
-    title = ["decoder", "images", "steps", "tokens/step", "s/image", "speed-up", *heads]
-    lines = ["| " + " | ".join(title) + " |", "|" + "---|" * len(title)]
+    title = ["decoder", "images", "steps", "tokens/step", "s/image", "speed-up, not interleaved", *heads]
+    lines = [TIMES, "", "| " + " | ".join(title) + " |", "|" + "---|" * len(title)]
     for row in rows:
         by_id = {s.protocol.id: s for s in row.scores}
         v = row.speed

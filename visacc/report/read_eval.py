@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from visacc.eval.table import TIMES
 from visacc.reading import naming
 from visacc.report.columns import COMPRESSION, STEPS
 from visacc.report.model import (
@@ -40,7 +41,9 @@ def read(data: Mapping[str, Any], folder: Path) -> Report:
     tasks = {k: v for k, v in everything.items() if k not in groups}
     heads = _heads(groups)
     base = next((r["speed"]["seconds"] for r in rows if r["name"] == baseline), None)
-    speed = Column("speed-up", ".2f", "x", f"seconds per image of {baseline} divided by seconds per image")
+    speed = Column(
+        "speed-up", ".2f", "x", f"seconds per image of {baseline} divided by seconds per image. {TIMES}"
+    )
     methods: list[Method] = []
     settings: dict[str, Any] = {}
     environment: dict[str, Any] = {}
