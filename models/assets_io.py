@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,17 @@ def read_asset(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str,
         raise ValueError(f"{path} carries no hyper-parameters: not a file of this package")
     state = {key: value.float() if value.dtype == torch.float16 else value for key, value in state.items()}
     return state, read_entry(path, metadata, "config"), read_entry(path, metadata, "facts")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, transformers shows no progress bar: an embedded model is read in an instant."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

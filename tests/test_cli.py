@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 from tiny import save_tiny
 
 from visacc.cli import main
@@ -43,6 +45,7 @@ def test_generate_writes_pictures_and_statistics(capsys, tmp_path, model):
         f"{p}00{i}.png" for p in ("", "trace_") for i in range(4)
     }
     assert Image.open(out / "000.png").size == (12, 12)
+    assert text.endswith(", seed 1\n")
     record = json.loads((out / "stats.json").read_text())
     assert record["decoder"] == "mc-sjd"
     assert record["decoder_options"] == {"window": 8, "coupling": "gumbel-exact", "init": "random"}
@@ -152,6 +155,36 @@ def test_list_shows_decoders_and_models(capsys):
     code, _, err = visacc(capsys, "list", "colours")
     assert code == 2
     assert "colours" in err
+
+
+def test_list_shows_what_loads_elsewhere(capsys, monkeypatch):
+    from visacc import cli
+
+    monkeypatch.setattr(cli, "console", Console(width=250))
+    code, text, _ = visacc(capsys, "list", "models")
+    assert code == 0
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
+    assert "visacc video" in lines["moving-nbp"]
+    assert "visacc video" in lines["moving-ntp"]
+    assert "visacc caption" in lines["shapes-captioner"]
+    assert "visacc" not in lines["shapes-t2i"].replace("shapes-t2i", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("moving-nbp", "visacc video, or visacc.video_models.load_video_model"),
+        ("shapes-captioner", "visacc caption, or visacc.speculate.CaptionPipeline"),
+    ],
+)
+def test_models_of_other_commands_are_pointed_to(capsys, tmp_path, name, way):
+    code, _, error = visacc(capsys, "generate", "a star", "-m", name, "-o", str(tmp_path))
+    assert code == 2
+    assert f"{name} is not loaded with visacc.load" in error
+    assert way in error
+    *_, path = way.split()
+    module, _, attribute = path.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), attribute))
 
 
 def test_module_entry_point_and_quick_import():

@@ -98,3 +98,25 @@ def test_default_command(tmp_path, capsys):
     assert record["lossless"] is True
     assert record["sampling"]["guidance_scale"] > 1
     assert (tmp_path / "trace_000.png").is_file()
+
+
+def test_a_drawn_seed_is_named_and_draws_the_picture_again(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "a yellow star", "-d", "mc-sjd", "-q", "-o", str(tmp_path / "a")])
+    assert stop.value.code == 0
+    seed = capsys.readouterr().out.split()[-1]
+    with pytest.raises(SystemExit):
+        main(["generate", "a yellow star", "-d", "mc-sjd", "-q", "-o", str(tmp_path / "b"), "--seed", seed])
+    assert (tmp_path / "a" / "000.png").read_bytes() == (tmp_path / "b" / "000.png").read_bytes()
+
+
+def test_embedded_models_load_without_bars(capfd):
+    from transformers.utils import logging
+
+    from visacc.models.vlm.captioner import load_captioner
+
+    assert logging.is_progress_bar_enabled()
+    visacc.load("shapes-t2i")
+    load_captioner()
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()  # those of other models are the user's business

@@ -60,7 +60,7 @@ def list_command(
     if matrix:
         _print_matrix()
         return
-    from visacc.loading import known_models
+    from visacc.loading import known_models, other_models
     from visacc.registry import decoder_entries
 
     if what not in ("all", "decoders", "models"):
@@ -75,10 +75,15 @@ def list_command(
             table.add_row(entry.name, exact, options, entry.cls.summary, entry.package)
         console.print(table)
     if what != "decoders":
-        table = Table("model", "what it is", title="Models", title_justify="left")
-        for name, text in known_models().items():
-            table.add_row(name, text)
-        console.print(table)
+        known = {
+            "Models of visacc generate and visacc.load": known_models(),
+            "Models of other commands": other_models(),
+        }
+        for title, models in known.items():
+            table = Table("model", "what it is", title=title, title_justify="left")
+            for name, text in models.items():
+                table.add_row(name, text)
+            console.print(table)
 
 
 def _print_matrix() -> None:

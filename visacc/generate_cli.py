@@ -118,7 +118,8 @@ def generate(
     where = f"{images} image{'s' * (images > 1)} in {out}"
     print(
         f"{where}: {record['decoder']}, {stats['mean_steps']:.1f} steps for {stats['tokens_per_image']} tokens"
-        f" (step compression {stats['step_compression']:.2f}x), {stats['seconds']:.2f} s"
+        f" (step compression {stats['step_compression']:.2f}x), {stats['seconds']:.2f} s,"
+        f" seed {record['images'][0]['seed']}"
     )
 
 

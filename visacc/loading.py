@@ -133,6 +133,9 @@ def _load(name: str, common: dict[str, Any], options: dict[str, Any]) -> ImageMo
     plugins = model_plugins()
     if name in plugins:
         return plugins[name](name, **common, **options)
+    elsewhere = other_models()
+    if name in elsewhere and not Path(name).exists():
+        raise ValueError(f"{name} is not loaded with visacc.load: {elsewhere[name]}")
     if Path(name).exists() or name.count("/") == 1:
         from visacc.models.hf import load_hf
 
@@ -152,6 +155,17 @@ def known_models() -> dict[str, str]:
     found |= {name: str(entry) for name, entry in RELEASED.items() if entry.kind != "vq"}
     found |= lpd_models()
     return dict.fromkeys(model_plugins(), "added by a plug-in") | found  # a built-in name wins, as in loading
+
+
+def other_models() -> dict[str, str]:
+    """Models that ship or load by name but not with :func:`load`: what each is and which way leads to it."""
+    from visacc.speculate.pipeline import EMBEDDED
+    from visacc.video_models import known_video_models
+
+    video = "visacc video, or visacc.video_models.load_video_model and visacc.TextToVideoPipeline"
+    found = {name: f"{text}: {video}" for name, text in known_video_models().items()}
+    caption = "embedded captioner of coloured shapes (vision-language model)"
+    return {**found, EMBEDDED: f"{caption}: visacc caption, or visacc.speculate.CaptionPipeline"}
 
 
 def _is_llamagen(path: Path) -> bool:

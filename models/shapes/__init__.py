@@ -12,8 +12,10 @@ ASSETS = Path(__file__).parent / "assets"
 def load_t2i(**options: Any) -> Any:
     """embedded text-to-image model of coloured shapes (LlamaGen architecture, 64x64 pixels, 256 tokens)"""
     from visacc.models import llamagen
+    from visacc.models.assets_io import without_bars
 
-    return llamagen.load(ASSETS / "t2i", **options)
+    with without_bars():
+        return llamagen.load(ASSETS / "t2i", **options)
 
 
 #: name -> loader of every model that ships inside the package

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from visacc.models.assets_io import without_bars
 from visacc.models.shapes.world import SIZE
 from visacc.models.vlm.scenes import words
 
@@ -125,5 +126,6 @@ def load_captioner(folder: str | Path = ASSETS) -> tuple[Any, Any]:
     folder = Path(folder)
     if not (folder / "model.safetensors").exists():
         raise ValueError(f"no captioner weights in {folder}; scripts/train_captioner.py makes them")
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    with without_bars():
+        model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     return model, LlavaProcessor.from_pretrained(folder)
