@@ -27,6 +27,9 @@ class VideoTokenizer(Protocol):
     def frames(self, latent_frames: int) -> int:
         """Pixel frames of so many latent frames."""
 
+    def size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of so many latent rows and columns."""
+
 
 @dataclass(frozen=True)
 class VideoPrompt:

@@ -18,7 +18,7 @@ from visacc.metrics.fvd_i3d import I3DFeatures
 from visacc.models.nbp import Magvit2, Magvit2Config, NBPConfig, NBPModel, moving
 from visacc.models.nbp.gpt import NBP as Net
 from visacc.video import TextToVideoPipeline, VideoContinuationPipeline
-from visacc.video_io import frame_sheet, read_clip, to_frames, write_clip
+from visacc.video_io import frame_sheet, read_clip, reduce, to_frames, write_clip
 from visacc.video_models import default_decoder, known_video_models, load_video_model
 
 
@@ -188,8 +188,25 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "000.gif"
     command = ["continue", str(source), "-o", str(tmp_path / "b"), "-f", "gif", "-q", "--device", "cpu"]
     result = CliRunner().invoke(video_cli.app, command)
-    assert isinstance(result.exception, ValueError)  # written enlarged: another frame size
-    assert "another frame size" in str(result.exception)
+    assert result.exit_code == 0, result.output  # clips are written enlarged, and read as they were
+    assert read_clip(source).shape[1:3] == read_clip(tmp_path / "b" / "000.gif").shape[1:3]
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_written_clips_are_read_back_in_their_own_size(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".mp4":
+        pytest.importorskip("av")
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 256, (5, 16, 16, 3)).astype(np.uint8)
+    write_clip(small, tmp_path / f"a{suffix}", side=128)
+    found = read_clip(tmp_path / f"a{suffix}")
+    assert found.shape[1:3] == (128, 128)
+    back = reduce(found, (16, 16))
+    assert back.shape == small.shape
+    assert np.abs(back.astype(int) - small).mean() < 20  # a palette of 256 colours, or a lossy codec
+    other = rng.integers(0, 256, (5, 128, 128, 3)).astype(np.uint8)
+    assert reduce(other, (16, 16)) is other
+    assert reduce(small, (16, 16)) is small
 
 
 @pytest.mark.filterwarnings("ignore:.*covariance is singular")

@@ -172,6 +172,14 @@ class VideoContinuationPipeline(_VideoPipeline):
             raise ValueError(f"{self.model.name} was loaded without a tokenizer and cannot read frames")
         return tokenizer.frames(self.model.given_frames)
 
+    @property
+    def frame_size(self) -> tuple[int, int]:
+        """Height and width of the frames that a clip must bring."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.model.name} was loaded without a tokenizer and cannot read frames")
+        return tokenizer.size(*self.model.grid[1:])
+
     def __call__(self, frames: Any, prompt: str | Sequence[str] | None = None, **call: Any) -> VideoOutput:
         """Continue one clip or a list of clips.
 

@@ -121,7 +121,7 @@ def continue_(
     """Continue a clip."""
     from visacc.models.cosmos import CosmosModel, fit_frames
     from visacc.video import VideoContinuationPipeline
-    from visacc.video_io import read_clip, to_frames
+    from visacc.video_io import read_clip, reduce, to_frames
 
     _prepare(out, format, count)
     pipe = VideoContinuationPipeline(
@@ -143,7 +143,7 @@ def continue_(
         raise ValueError(
             f"{clip} has {len(frames)} frames, {pipe.model.name} continues {need}: truncated video?"
         )
-    picture = to_frames(frames[-need:] if last else frames[:need])
+    picture = to_frames(reduce(frames[-need:] if last else frames[:need], pipe.frame_size))
     if isinstance(pipe.model, CosmosModel):
         picture = fit_frames(picture)
     sampling = sampling_of(guidance_scale, temperature, top_k, top_p)

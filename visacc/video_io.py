@@ -55,6 +55,26 @@ def enlarge(clip: Clip, side: int) -> Clip:
     return clip.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
+def reduce(clip: Clip, size: tuple[int, int]) -> Clip:
+    """Undo :func:`enlarge`: a clip whose pixels are repeated to a whole multiple of ``size`` (height, width), as the
+    files are that we write, becomes one of that size. Other clips stay as they are.
+    """
+    frames, height, width, _ = clip.shape
+    factor = height // size[0]
+    if factor < 2 or (height, width) != (factor * size[0], factor * size[1]):
+        return clip
+    cells = clip.reshape(frames, size[0], factor, size[1], factor, 3).astype(np.float32)
+    mean = cells.mean(axis=(2, 4))
+    # what a lossy file adds to equal pixels; pixels of another picture differ by much more
+    if np.abs(cells - mean[:, :, None, :, None]).mean() > REPEATED:
+        return clip
+    return mean.round().astype(np.uint8)
+
+
+REPEATED = 6.0
+"""Mean distance (of 255) from their cell's mean up to which pixels count as repeated."""
+
+
 def write_mp4(clip: Clip, path: str | Path, fps: float = 8, *, side: int = 256) -> None:
     """H.264 (or MPEG-4 where no H.264 encoder is built in), yuv420p, so that browsers play it.
 

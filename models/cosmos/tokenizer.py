@@ -280,6 +280,10 @@ class CosmosTokenizer(nn.Module):
         """Pixel frames of so many latent frames: 1 + 8 (n - 1)."""
         return 1 + self.config.temporal * (latent_frames - 1)
 
+    def size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of so many latent rows and columns."""
+        return rows * self.config.spatial, columns * self.config.spatial
+
     def features(self, video: Tensor) -> Tensor:
         """Video in [-1, 1] as [B, 3, T, H, W] -> [B, C, T', H', W'] before quantisation."""
         return self.quant_conv(self.encoder(video))

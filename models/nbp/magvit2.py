@@ -170,6 +170,10 @@ class Magvit2(nn.Module):
         """Pixel frames of so many latent frames: 1 + s (n - 1)."""
         return 1 + self.config.stride[0] * (latent_frames - 1)
 
+    def size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of so many latent rows and columns."""
+        return rows * self.config.stride[1], columns * self.config.stride[2]
+
     def features(self, video: Tensor) -> Tensor:
         """Video [B, T, 3, H, W] -> encoder output before quantisation [B, C, T', H', W']."""
         check_clips(video, self.config.stride)
