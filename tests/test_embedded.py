@@ -115,7 +115,7 @@ def test_embedded_models_load_without_bars(capfd):
 
     from visacc.models.vlm.captioner import load_captioner
 
-    assert logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()  # --quiet of an earlier test switches them off
     visacc.load("shapes-t2i")
     load_captioner()
     assert capfd.readouterr().err == ""
