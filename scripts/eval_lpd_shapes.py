@@ -27,7 +27,8 @@ from visacc.metrics.frechet import expected_bias, frechet
 from visacc.metrics.intervals import wilson
 from visacc.metrics.scores import bootstrap_frechet
 from visacc.metrics.stats import FeatureStats, Gaussian
-from visacc.models.lpd.loading import load_shapes
+from visacc.models.assets_io import read_asset
+from visacc.models.lpd.loading import ASSETS, load_shapes
 from visacc.models.lpd.train import CLASS_NAMES
 from visacc.models.shapes.captions import Metadata, all_prompts, compose, heldout_prompts, scene_for
 from visacc.models.shapes.judge import score
@@ -37,18 +38,26 @@ from visacc.pipeline import TextToImagePipeline
 TOKENS = 256
 
 
-def _pipes(folder: Path, weights: Path | None, steps: list[int], plain: bool) -> Iterator[tuple[str, Any]]:
-    """Name and pipeline of every row."""
+def _pipes(
+    folder: Path, weights: Path | None, steps: list[int], plain: bool
+) -> Iterator[tuple[str, Any, int | None]]:
+    """Name, pipeline and training steps of every row."""
     model = load_shapes() if weights is None else load_shapes(weights)
     for n in steps:
-        yield f"shapes-lpd, {n} steps", TextToImagePipeline(model, "lpd", steps=n)
+        yield f"shapes-lpd, {n} steps", TextToImagePipeline(model, "lpd", steps=n), _trained(weights)
     twin = folder / "shapes-raster.safetensors"
     if twin.is_file():
         raster: dict[str, Any] = {"group_sizes": (1,) * TOKENS, "orders": torch.arange(TOKENS)}
         raster["guidance_schedule"] = "constant"
-        yield "raster twin", TextToImagePipeline(load_shapes(twin, name="shapes-raster"), "lpd", **raster)
+        pipe = TextToImagePipeline(load_shapes(twin, name="shapes-raster"), "lpd", **raster)
+        yield "raster twin", pipe, _trained(twin)
     if plain:
-        yield "shapes-t2i, `ar`", load("shapes-t2i", "ar", device="cpu")
+        yield "shapes-t2i, `ar`", load("shapes-t2i", "ar", device="cpu"), None
+
+
+def _trained(path: Path | None) -> int:
+    """Training steps of the weights in ``path``; of the shipped LPD model's by default."""
+    return int(read_asset(path or ASSETS / "shapes-lpd.safetensors")[2]["steps"])
 
 
 def _share(right: list[bool]) -> tuple[float, list[float]]:
@@ -111,7 +120,7 @@ def main(
     pixels = torch.from_numpy(np.round(np.stack(true) * 255).astype(np.uint8)).movedim(-1, 1)
     real = FeatureStats.of(torch.cat([extractor(part)["features"] for part in pixels.split(100)])).gaussian()
     lines: list[str] = []
-    for name, pipe in _pipes(folder, weights, steps, plain):
+    for name, pipe, trained in _pipes(folder, weights, steps, plain):
         call: dict[str, Any] = {"seed": 1, "batch_size": batch, "output_type": "np"}
         call |= {"guidance_scale": guidance, "temperature": temperature}
         began = time.perf_counter()
@@ -134,6 +143,7 @@ def main(
             "prompts": len(prompts),
             "classes": len(wanted),
             "scenes": scenes,
+            "training steps": trained,
             "guidance": result.settings["sampling"]["guidance_scale"],
             "temperature": result.settings["sampling"]["temperature"],
         }

@@ -162,6 +162,9 @@ def card(out: Path = Path("models/lpd/assets"), figures: _Figures = None) -> Non
         "steps": f"{facts['steps']:,}",
         "bias": f"{first['distance bias']:.2f}",
         "scenes": f"{first['scenes']:,}",
+        "twin": next(
+            (f"{row['training steps']:,}" for row in rows if row["run"] == "raster twin"), "the same"
+        ),
     }
     text = f"""# shapes-lpd
 
@@ -192,8 +195,8 @@ classes (shapes-t2i is given them as captions), at every model's own guidance an
 detector; per cent with 95 % intervals. The Fréchet distance is that of the prompts' pictures to {numbers["scenes"]} true
 scenes of the same prompts in the space of the tokenizer (`shapes-vq-128`, not comparable with a FID), with a 95 %
 bootstrap interval; the number of pictures alone makes it about {numbers["bias"]} too large. "raster twin" is the same
-network, trained for as many steps on the same data to draw one code a step, row by row. Command:
-`python scripts/eval_lpd_shapes.py`.
+network, trained on the same data ({numbers["twin"]} steps) to draw one code a step, row by row; it does not ship.
+Command: `python scripts/eval_lpd_shapes.py`.
 
 {_table(rows)}
 
