@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import vlm_tiny
+from library_versions import of_later_transformers, parameters
 from scipy import stats
 from torch import Tensor
 from vlm_tiny import Tiny
@@ -63,7 +64,10 @@ def plain(name: str) -> Tensor:
     return case.model.generate(**case.inputs, **GREEDY)
 
 
-@pytest.mark.parametrize("name", list(vlm_tiny.FAMILIES))
+NO_TYPES = "generate() refuses the mm_token_type_ids of this model's processor"
+
+
+@pytest.mark.parametrize("name", parameters(vlm_tiny.FAMILIES, {"qwen2": NO_TYPES, "qwen2.5": NO_TYPES}))
 def test_greedy_equals_generate(name: str) -> None:
     case = tiny(name)
     for method in METHODS:
@@ -154,7 +158,10 @@ def test_end_token_cuts_the_path() -> None:
     [
         {"repetition_penalty": 1.4},
         {"min_new_tokens": 15},
-        {"repetition_penalty": 1.3, "min_new_tokens": 12},
+        pytest.param(
+            {"repetition_penalty": 1.3, "min_new_tokens": 12},
+            marks=of_later_transformers("the repetition penalty counts padding as said"),
+        ),
     ],
 )
 def test_processors_equal_generate(options: dict[str, Any]) -> None:
