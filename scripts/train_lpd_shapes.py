@@ -97,15 +97,17 @@ def _export(name: str, path: Path, defaults: dict[str, float]) -> bool:
 @app.command()
 def export(
     out: Path = Path("models/lpd/assets"),
-    guidance: Annotated[float, typer.Option(help="Default guidance scale of the model.")] = 3.0,
-    temperature: Annotated[float, typer.Option(help="Default temperature of the model.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="Default guidance scale of the model.")] = 5.0,
+    twin_guidance: Annotated[float, typer.Option(help="Default guidance scale of its twin.")] = 3.0,
+    temperature: Annotated[float, typer.Option(help="Default temperature of both.")] = 0.9,
 ) -> None:
     """Write the weights: those of the LPD model to ``out``, those of its twin to the run's folder."""
     folder = _STATE["folder"]
     defaults = {"guidance_scale": guidance, "temperature": temperature}
+    twins = {**defaults, "guidance_scale": twin_guidance}
     if not _export("lpd", out / "shapes-lpd.safetensors", defaults):
         raise ValueError(f"{folder} holds no lpd.pt: train first")
-    _export("raster", folder / "shapes-raster.safetensors", defaults)
+    _export("raster", folder / "shapes-raster.safetensors", twins)
 
 
 def _percent(share: float, interval: list[float]) -> str:

@@ -48,11 +48,15 @@ main(sys.argv[1:])
 """
 
 
+# a shell starts what it runs in the background with interrupts ignored, and children inherit that
+HEARS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def start(script: str, ready: Path, *args: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "READY": str(ready), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parent)
     child = subprocess.Popen(
-        [sys.executable, "-c", script, *args],
+        [sys.executable, "-c", HEARS + script, *args],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 Entry-point groups: ``visacc.decoders`` (a :class:`visacc.decoders.Decoder` subclass) and ``visacc.models`` (a callable
 ``load(name_or_path, *, device, dtype, image_size) -> ImageModel``; the entry point's name is the model's name). A built-in
-name wins over a plug-in of the same name unless the plug-in is addressed as ``package:name``.
+name wins over a plug-in of the same name; such a decoder is addressed as ``package:name``, such a model needs another name.
 """
 
 from __future__ import annotations
