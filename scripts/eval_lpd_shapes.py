@@ -4,8 +4,9 @@
 
 Every run draws the same prompts with the same seeds. Prompts are GenEval's six tasks over the shapes world, judged from
 pixels by the exact detector; the distance is a Fréchet distance to true scenes of the same prompts in the space of the
-world's tokenizer. Rows: the LPD model at every ``--steps``; its raster twin (the same network, one code a step) where
-``--folder`` holds ``shapes-raster.safetensors``; shapes-t2i with plain decoding.
+world's tokenizer. Rows: the LPD model at every ``--steps`` under constant guidance, and at the first under the published
+schedule; its raster twin (the same network, one code a step) where ``--folder`` holds ``shapes-raster.safetensors``;
+shapes-t2i with plain decoding.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ def _pipes(
 ) -> Iterator[tuple[str, Any, int | None]]:
     """Name, pipeline and training steps of every row."""
     model = load_shapes() if weights is None else load_shapes(weights)
+    trained = _trained(weights)
     for n in steps:
-        yield f"shapes-lpd, {n} steps", TextToImagePipeline(model, "lpd", steps=n), _trained(weights)
+        pipe = TextToImagePipeline(model, "lpd", steps=n, guidance_schedule="constant")
+        yield f"shapes-lpd, {n} steps", pipe, trained
+    name = f"shapes-lpd, {steps[0]} steps, guidance growing as published"
+    yield name, TextToImagePipeline(model, "lpd", steps=steps[0]), trained
     twin = folder / "shapes-raster.safetensors"
     if twin.is_file():
         raster: dict[str, Any] = {"group_sizes": (1,) * TOKENS, "orders": torch.arange(TOKENS)}

@@ -182,7 +182,7 @@ def tree_variants() -> Iterator[Variant]:
         "parent_ptr": "*i64", "live_ptr": "*u8", "ancestors_ptr": "*u8", "depth_ptr": "*i64", "words_ptr": "*i32",
         "flags_ptr": "*u8", "path_ptr": "*i32", "n_ptr": "*i64", "tokens_ptr": "*i64", "u_ptr": "*fp32",
         "U_ptr": "*i64", "p_ptr": "*fp32", "q_ptr": "*fp32", "scratch_ptr": "*fp32", "next_ptr": "*i64",
-        "row_of_ptr": "*i64", "near_ptr": "*i32", "kind_ptr": "*i8", "delta": "fp32", "growth": "fp32",
+        "row_of_ptr": "*i64", "near_ptr": "*i32", "kind_ptr": "*i8", "left_ptr": "*fp32", "delta": "fp32", "growth": "fp32",
     }  # fmt: skip
     for slots in (32, 64, 128):
         yield Variant(

@@ -97,7 +97,7 @@ def _export(name: str, path: Path, defaults: dict[str, float]) -> bool:
 @app.command()
 def export(
     out: Path = Path("models/lpd/assets"),
-    guidance: Annotated[float, typer.Option(help="Default guidance scale of the model.")] = 5.0,
+    guidance: Annotated[float, typer.Option(help="Default guidance scale of the model.")] = 3.0,
     twin_guidance: Annotated[float, typer.Option(help="Default guidance scale of its twin.")] = 3.0,
     temperature: Annotated[float, typer.Option(help="Default temperature of both.")] = 0.9,
 ) -> None:
@@ -177,7 +177,7 @@ the tokenizer of shapes-t2i. For tests, demonstrations and measurements of the d
 ```python
 import visacc
 
-pipe = visacc.load("shapes-lpd", decoder="lpd", steps=20)
+pipe = visacc.load("shapes-lpd", decoder="lpd", steps=20, guidance_schedule="constant")
 pipe("red circle").images[0].save("circle.png")  # a class, by name or number
 pipe("a red circle left of a blue square").images[0].save("two.png")
 ```

@@ -104,7 +104,11 @@ def test_figures_and_card(run_folder: Path) -> None:
         out=run_folder / "figures.jsonl",
     )
     rows = [json.loads(line) for line in (run_folder / "figures.jsonl").read_text().splitlines()]
-    assert [(row["run"], row["steps"]) for row in rows] == [("shapes-lpd, 4 steps", 4), ("raster twin", 256)]
+    assert [(row["run"], row["steps"]) for row in rows] == [
+        ("shapes-lpd, 4 steps", 4),
+        ("shapes-lpd, 4 steps, guidance growing as published", 4),
+        ("raster twin", 256),
+    ]
     for row in rows:
         assert len(row["tasks"]) == 6
         assert row["overall interval"][0] <= row["overall"] < row["overall interval"][1]

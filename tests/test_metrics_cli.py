@@ -184,7 +184,7 @@ def test_changed_inputs_are_not_answered_from_the_work_folder(
     assert value() == pytest.approx(changed, rel=1e-9)
     same = (gen / "0.png").read_bytes()
     (gen / "0.png").write_bytes(same)
-    assert "images or their prompts changed" in str(call(*command).exception)
+    assert "the images changed" in str(call(*command).exception)
 
 
 def test_a_generated_folder_is_scored_without_its_sheet_and_leftovers(

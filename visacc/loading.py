@@ -56,7 +56,7 @@ def load(
         RuntimeError: ``shard`` in a process that is alone.
     """
     options = dict(model_options or {})
-    own = sorted(options.keys() & inspect.signature(load).parameters.keys())
+    own = sorted(options.keys() & inspect.signature(load).parameters.keys() - {"device_map"})
     if own:
         raise ValueError(f"{', '.join(own)}: no option of a model's loader but an argument of its own")
     if device_map is not None:

@@ -109,7 +109,7 @@ def _guard_set(folder: Path, files: Any, gen: Path, wanted: Any = None) -> None:
     path = folder / "set.json"
     if path.exists() and read_json(path) != entry:
         raise ValueError(
-            f"{folder} holds results of another image set, or the images or their prompts changed; use another --work"
+            f"{folder} holds results of another image set, or the images changed, or their prompts did; use another --work"
         )
     write_json(path, entry)
 
