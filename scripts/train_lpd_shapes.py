@@ -177,7 +177,7 @@ the tokenizer of shapes-t2i. For tests, demonstrations and measurements of the d
 ```python
 import visacc
 
-pipe = visacc.load("shapes-lpd", decoder="lpd", steps=20, guidance_schedule="constant")
+pipe = visacc.load("shapes-lpd", decoder="lpd", steps=20)
 pipe("red circle").images[0].save("circle.png")  # a class, by name or number
 pipe("a red circle left of a blue square").images[0].save("two.png")
 ```
@@ -198,7 +198,7 @@ detector; per cent with 95 % intervals. The Fréchet distance is that of the pro
 scenes of the same prompts in the space of the tokenizer (`shapes-vq-128`, not comparable with a FID), with a 95 %
 bootstrap interval; the number of pictures alone makes it about {numbers["bias"]} too large. "raster twin" is the same
 network, trained on the same data ({numbers["twin"]} steps) to draw one code a step, row by row; it does not ship.
-Command: `python scripts/eval_lpd_shapes.py`.
+Guidance of shapes-lpd is constant where the row does not say otherwise. Command: `python scripts/eval_lpd_shapes.py`.
 
 {_table(rows)}
 
