@@ -192,6 +192,27 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_clip(source).shape[1:3] == read_clip(tmp_path / "b" / "000.gif").shape[1:3]
 
 
+@pytest.mark.parametrize("model", ["moving-nbp", "moving-ntp"])
+def test_embedded_models_continue_their_own_clips(tmp_path: Path, model: str) -> None:
+    common = ["-m", model, "-f", "gif", "-q", "--device", "cpu", "--seed", "1"]
+    made = CliRunner().invoke(
+        video_cli.app, ["generate", "red circle moves left", *common, "-o", str(tmp_path)]
+    )
+    assert made.exit_code == 0, made.output
+    line = [
+        "continue",
+        str(tmp_path / "000.gif"),
+        *common,
+        "-p",
+        "red circle moves left",
+        "-o",
+        str(tmp_path / "b"),
+    ]
+    done = CliRunner().invoke(video_cli.app, line)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert (tmp_path / "b" / "000.gif").is_file()
+
+
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
 def test_written_clips_are_read_back_in_their_own_size(tmp_path: Path, suffix: str) -> None:
     if suffix == ".mp4":

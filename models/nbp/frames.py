@@ -22,6 +22,10 @@ class FrameTokenizer(nn.Module):
     def frames(self, latent_frames: int) -> int:
         return latent_frames
 
+    def size(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width in pixels of so many latent rows and columns."""
+        return rows * self.vq.config.downsample, columns * self.vq.config.downsample
+
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
         """Video float [B, T, 3, H, W] in [0, 1] -> codes int64 [B, T, H', W']."""
