@@ -10,9 +10,9 @@ import pytest
 import torch
 import vlm_tiny
 from PIL import Image
+from vlm_tiny import save_untrained_captioner
 
 from visacc.cli import main
-from visacc.models.vlm.captioner import build_model, build_processor
 from visacc.models.vlm.scenes import draw_scene, picture
 from visacc.speculate import bench as module
 from visacc.speculate.yardsticks import Measured, assistants, stock, written
@@ -24,14 +24,8 @@ STOCK = ("model.generate", "model.generate + prompt lookup", "model.generate + a
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained captioner and three pictures."""
-    torch.manual_seed(3)
     path = tmp_path_factory.mktemp("bench")
-    model = build_model()
-    for p in model.parameters():
-        if p.ndim > 1:
-            p.data.mul_(3)
-    model.save_pretrained(path / "model")
-    build_processor().save_pretrained(path / "model")
+    save_untrained_captioner(path / "model")
     (path / "pictures").mkdir()
     for i in range(3):
         Image.fromarray(picture(draw_scene(i))).save(path / "pictures" / f"{i}.png")

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner
+from vlm_tiny import save_untrained_captioner
 
-from visacc.models.vlm.captioner import build_model, build_processor
+from visacc.models.vlm.captioner import build_processor
 from visacc.models.vlm.scenes import caption, draw_scene, mirrored, picture, sample
 from visacc.speculate.cli import app
 from visacc.speculate.pipeline import CaptionPipeline
@@ -18,14 +18,8 @@ from visacc.speculate.pipeline import CaptionPipeline
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
     path = tmp_path_factory.mktemp("model")
-    model = build_model()
-    for p in model.parameters():
-        if p.ndim > 1:
-            p.data.mul_(3)
-    model.save_pretrained(path)
-    build_processor().save_pretrained(path)
+    save_untrained_captioner(path)
     return path
 
 

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from test_pipeline import FakeEntry
 from torch import Tensor
+from vlm_tiny import save_untrained_captioner
 
 from visacc import registry
 from visacc.cli import main
-from visacc.models.vlm.captioner import build_model, build_processor
 from visacc.models.vlm.scenes import draw_scene, picture
 from visacc.speculate import bench as bench_module
 from visacc.speculate.api import Speculator, choose_policy
@@ -35,14 +35,8 @@ def language(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
     path = tmp_path_factory.mktemp("model")
-    model = build_model()
-    for p in model.parameters():
-        if p.ndim > 1:
-            p.data.mul_(3)
-    model.save_pretrained(path / "model")
-    build_processor().save_pretrained(path / "model")
+    save_untrained_captioner(path / "model")
     (path / "pictures").mkdir()
     for i in range(2):
         Image.fromarray(picture(draw_scene(i))).save(path / "pictures" / f"{i}.png")

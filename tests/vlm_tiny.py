@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,3 +278,16 @@ FAMILIES = {
     "smolvlm": lambda: idefics3(smol=True),
     "gemma3": gemma3,
 }
+
+
+def save_untrained_captioner(folder: Path) -> None:
+    """Model and processor of the embedded captioner's shape with random weights, sharp enough to have likeliest words."""
+    from visacc.models.vlm.captioner import build_model, build_processor
+
+    torch.manual_seed(3)
+    model = build_model()
+    for p in model.parameters():
+        if p.ndim > 1:
+            p.data.mul_(3)
+    model.save_pretrained(folder)
+    build_processor().save_pretrained(folder)
